@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +32,11 @@ class DType(StrEnum):
     FLOAT16 = "float16"
 
     @property
-    def numpy(self) -> np.dtype:
+    def numpy(self) -> "np.dtype[Any]":
         if self is DType.BFLOAT16:
             import ml_dtypes  # slow to import, and only bfloat16 needs it
 
-            return np.dtype(ml_dtypes.bfloat16)
+            return np.dtype(cast(type, ml_dtypes.bfloat16))
         return np.dtype(self.value)
 
     @property

@@ -43,6 +43,9 @@ LAYERS = {
     "bench": 6,
     "plots": 6,
     "cli": 6,
+    "demo": 6,
+    "preflight": 6,
+    "terminal": 6,
     "__main__": 7,
 }
 
@@ -54,8 +57,13 @@ SIDEWAYS = {
     ("tokenizer", "weights"),  # GGUF metadata
     ("tokenizer_files", "weights"),
     ("wire", "security"),  # gRPC credentials are made from its keys and rules
-    ("cli", "server"),  # the command line starts the other three
+    ("cli", "server"),  # the command line starts the others
     ("cli", "bench"),
+    ("cli", "demo"),
+    ("cli", "preflight"),
+    ("cli", "terminal"),
+    ("demo", "preflight"),
+    ("demo", "terminal"),
     ("cli", "plots"),
     ("bench", "plots"),
 }

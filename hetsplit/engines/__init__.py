@@ -1,0 +1,114 @@
+"""What an engine must offer: the `Prefiller`, `Decoder` and `LocalPrefill` protocols, and `load`.
+
+One thread per engine runs every method below except `KvStore.write`. Engines convert at their own border: what they
+yield and take is always the canonical form of `kv`. Knows nothing of transfers, requests or sampling.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetsplit.errors import ConfigError
+from hetsplit.kv import KvBlock, KvCache, KvStore
+from hetsplit.spec import DType, KvLayout, ModelSpec
+from hetsplit.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # an engine's library is loaded with the engine
+    from hetsplit.engines.torch import TorchEngine
+
+ENGINES = ("torch",)
+ROLES = ("both", "prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence of a decode batch: `tokens` (at least one) are appended at `cache.length`."""
+
+    cache: KvCache
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`logits`: float32 `[B, V]`, those after each row's last token."""
+
+    logits: NDArray[np.float32]
+
+
+@runtime_checkable
+class Prefiller(Protocol):
+    """An engine that can compute a prompt's keys and values. `weights_hash` and `tokenizer` are what peers compare."""
+
+    name: str
+    spec: ModelSpec
+    layout: KvLayout
+    tokenizer: Tokenizer | None
+    weights_hash: str
+
+    def prefill(self, tokens: Sequence[int], span: range, *, chunk: int, stop: Event) -> Iterator[KvBlock]:
+        """Yield `span`'s blocks, chunk-major and layer-minor, each as soon as its keys and values exist.
+
+        Ends early, without an error, once `stop` is set. A yielded buffer is not reused while it is referenced.
+        Raises `CapacityError` before the first block when there is no memory for the span.
+        """
+        ...
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """An engine that can append tokens to caches. `weights_hash` and `tokenizer` are what peers compare."""
+
+    name: str
+    spec: ModelSpec
+    layout: KvLayout
+    tokenizer: Tokenizer | None
+    weights_hash: str
+
+    def reserve(self, positions: int) -> KvStore:
+        """Memory for `positions` token positions. Raises `CapacityError`."""
+        ...
+
+    def step(self, rows: Sequence[Row]) -> StepResult:
+        """Append each row's tokens to its cache and give the logits after the last one."""
+        ...
+
+
+@runtime_checkable
+class LocalPrefill(Protocol):
+    """An engine that can fill its own store."""
+
+    def extend(self, store: KvStore, tokens: Sequence[int], span: range, *, chunk: int) -> Iterator[None]:
+        """Compute `span` into `store`, one unit of work per `next()`."""
+        ...
+
+
+def load(
+    model: str | Path,
+    *,
+    engine: str = "torch",
+    device: str = "auto",
+    dtype: DType | str | None = None,
+    role: str = "both",
+    progress: Callable[[int, int], None] | None = None,
+) -> "TorchEngine":
+    """Load a model into an engine.
+
+    `model`: a Hugging Face folder, a .gguf file or a repository id `org/name`. `device`: `auto` takes cuda, mps or
+    cpu, the first that is here. `dtype`: `bfloat16` or `float32`; None means the checkpoint's own, where float16 is
+    loaded as bfloat16, and float32 on a device without bfloat16. `role`: `both`, `prefill` or `decode`; this engine
+    serves all three alike. `progress` hears (tensors done, tensors in all).
+
+    Raises `ConfigError` naming what cannot be used and what can.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"engine {engine!r} is unknown, allowed: {', '.join(ENGINES)}")
+    if role not in ROLES:
+        raise ConfigError(f"role {role!r} is unknown, allowed: {', '.join(ROLES)}")
+    from hetsplit.engines.torch import load as load_torch
+
+    return load_torch(model, device=device, dtype=dtype, progress=progress)

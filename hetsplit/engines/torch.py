@@ -1,0 +1,248 @@
+"""The torch engine: prefills, decodes and fills its own stores, on a CPU, an NVIDIA GPU or an Apple GPU.
+
+Owns one `Model` and the budget of its stores, the order of work within a prefill, and the way of keys and values to
+the host. Knows nothing of requests, transfers or sampling. Invariants: `prefill` and `extend` run the same code, so
+with the same span and chunk they compute the same bits; an error of the backend leaves as a `HetsplitError` with the
+original chained.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetsplit.engines import Row, StepResult
+from hetsplit.engines.torch_store import KvBudget, TorchStore, as_numpy, default_kv_bytes, to_numpy
+from hetsplit.errors import CapacityError, ConfigError, EngineError, RequestError
+from hetsplit.kv import KvBlock, KvStore
+from hetsplit.model import TORCH_DTYPE, Model
+from hetsplit.spec import DType
+from hetsplit.tokenizer import Tokenizer, load_tokenizer
+from hetsplit.weights import locate, open_checkpoint
+
+_NO_MEMORY = ("out of memory", "enough memory", "allocate memory")
+_COPIES_AHEAD = 2  # blocks on their way to the host while a GPU computes on
+
+
+class TorchEngine:
+    """A `Prefiller`, `Decoder` and `LocalPrefill`.
+
+    `kv_bytes` bounds what all stores hold together; None means half of the physical memory on a CPU and nine tenths
+    of what is free on a GPU. `weights_hash` and `tokenizer` are what peers compare.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        tokenizer: Tokenizer | None = None,
+        weights_hash: str = "",
+        kv_bytes: int | None = None,
+    ) -> None:
+        self.model, self.spec, self.dtype = model, model.spec, model.dtype
+        self.device = str(model.device)
+        self.layout = model.spec.layout(model.dtype)
+        self.tokenizer: Tokenizer | None = tokenizer
+        self.weights_hash = weights_hash
+        self.budget = KvBudget(default_kv_bytes(model.device) if kv_bytes is None else kv_bytes)
+        on_cuda = model.device.type == "cuda"
+        self._copies = torch.cuda.Stream(model.device) if on_cuda else None  # type: ignore[no-untyped-call]
+
+    def reserve(self, positions: int) -> TorchStore:
+        """Memory for `positions` token positions. Raises `CapacityError` naming the bytes asked for and free."""
+        if positions < 1:
+            raise RequestError(f"a cache of {positions} positions, at least 1 allowed")
+        return TorchStore(self.layout, positions, self.model.device, self.budget)
+
+    def prefill(self, tokens: Sequence[int], span: range, *, chunk: int, stop: Event) -> Iterator[KvBlock]:
+        """Yield the blocks of positions `span` of `tokens`, which begins at position 0 (`Prefiller.prefill`)."""
+        if span.start != 0:
+            raise RequestError(f"a prefill begins at position 0, not {span.start}; `extend` continues a store")
+        self._check_span(tokens, span, chunk)
+        return self._prefill(tokens, span, chunk, stop)
+
+    def _prefill(self, tokens: Sequence[int], span: range, chunk: int, stop: Event) -> Iterator[KvBlock]:
+        if not span:
+            return
+        store = self.reserve(span.stop)
+        pending: deque[Callable[[], KvBlock]] = deque()
+        try:
+            for layer, part in self._compute(store, tokens, span, chunk, stop):
+                pending.append(self._to_host(layer, part.start, *store.views(layer, part)))
+                if len(pending) > (0 if self._copies is None else _COPIES_AHEAD):
+                    yield pending.popleft()()
+            while pending:
+                yield pending.popleft()()
+        finally:
+            store.release()
+
+    def extend(self, store: KvStore, tokens: Sequence[int], span: range, *, chunk: int) -> Iterator[None]:
+        """Compute positions `span` of `tokens` into `store`, one layer of a chunk per `next()`.
+
+        Positions below `span` are those the store holds already.
+        """
+        self._check_span(tokens, span, chunk)
+        own = _own(store)
+        if span.stop > own.positions:
+            raise CapacityError(f"positions up to {span.stop} asked, {own.positions} are reserved")
+        return (None for _ in self._compute(own, tokens, span, chunk, Event()))
+
+    @torch.inference_mode()
+    def _compute(
+        self, store: TorchStore, tokens: Sequence[int], span: range, chunk: int, stop: Event
+    ) -> Iterator[tuple[int, range]]:
+        """Fill `store`; yields a layer and a chunk's positions when they are in place, before the layer's attention."""
+        with _backend_errors(f"computing positions [{span.start}, {span.stop})"):
+            for start in range(span.start, span.stop, chunk):
+                if stop.is_set():
+                    return
+                part = range(start, min(start + chunk, span.stop))
+                x = self.model.embedded(tokens[part.start : part.stop])
+                for layer in self.model.forward(x, [store.segment(start, len(part))]):
+                    yield layer, part
+                    if stop.is_set():
+                        return
+                    if layer == self.spec.n_layers - 1:
+                        break  # nobody asks for more than the last layer's keys and values
+
+    def _to_host(self, layer: int, start: int, keys: Tensor, values: Tensor) -> Callable[[], KvBlock]:
+        """Begin to copy a block to the host; the result waits for its end. Only on CUDA is there a wait."""
+        if self._copies is None:
+            block = KvBlock(layer, start, to_numpy(keys), to_numpy(values))
+            return lambda: block
+        self._copies.wait_stream(torch.cuda.current_stream(keys.device))
+        with torch.cuda.stream(self._copies):
+            hosts = []
+            for source in (keys, values):
+                source.record_stream(self._copies)
+                host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+                hosts.append(host.copy_(source.contiguous(), non_blocking=True))
+            done = self._copies.record_event()
+
+        def landed() -> KvBlock:
+            done.synchronize()
+            return KvBlock(layer, start, *map(as_numpy, hosts))
+
+        return landed
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row]) -> StepResult:
+        """Append each row's tokens to its cache; logits float32 `[B, V]` after each row's last token.
+
+        Raises `CapacityError` for a row beyond its reservation, `EngineError` when the backend fails; no cache's
+        length has changed then.
+        """
+        if not rows:
+            return StepResult(np.empty((0, self.spec.vocab_size), np.float32))
+        if len({id(row.cache) for row in rows}) < len(rows):
+            raise EngineError("a cache appears twice in one step")
+        segments = [_own(row.cache.store).segment(row.cache.length, len(row.tokens)) for row in rows]
+        tokens = [token for row in rows for token in row.tokens]
+        if min(segment.count for segment in segments) < 1:
+            raise EngineError("a row of 0 tokens, at least 1 allowed")
+        self._check_ids(tokens)
+        with _backend_errors(f"a decode step of {len(rows)} rows"):
+            x = self.model.embedded(tokens)
+            for _ in self.model.forward(x, segments):
+                pass
+            if len(tokens) > 1:
+                x = x[[stop - 1 for stop in accumulate(segment.count for segment in segments)]]
+            logits = self.model.logits(x).float().cpu().numpy()
+        for row in rows:
+            row.cache.length += len(row.tokens)
+        return StepResult(logits)
+
+    def _check_span(self, tokens: Sequence[int], span: range, chunk: int) -> None:
+        if chunk < 1:
+            raise RequestError(f"a chunk of {chunk} tokens, at least 1 allowed")
+        if span.step != 1 or not 0 <= span.start <= max(span.start, span.stop) <= len(tokens):
+            raise RequestError(f"{span} of a prompt of {len(tokens)} tokens, allowed: [0, {len(tokens)})")
+        self._check_ids(tokens[span.start : span.stop])
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        vocab = self.spec.vocab_size
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+            wrong = next(token for token in tokens if not 0 <= token < vocab)
+            raise RequestError(f"token id {wrong}, allowed: 0 to {vocab - 1}")
+
+
+def _own(store: KvStore) -> TorchStore:
+    if not isinstance(store, TorchStore):
+        raise EngineError(f"a store of type {type(store).__name__}, this engine takes its own only")
+    return store
+
+
+@contextmanager
+def _backend_errors(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if any(phrase in str(error) for phrase in _NO_MEMORY):
+            raise CapacityError(f"no memory for {doing}") from error
+        raise EngineError(f"torch failed in {doing}: {error}") from error
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str = "auto",
+    dtype: DType | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TorchEngine:
+    """See `hetsplit.engines.load`."""
+    place = _device(device)
+    wanted = None if dtype is None else _dtype(dtype, place)
+    path = locate(model, progress=progress is not None)
+    checkpoint = open_checkpoint(path)
+    if wanted is None:
+        keep = checkpoint.stored_dtype is DType.FLOAT32 or not _has_bfloat16(place)
+        wanted = DType.FLOAT32 if keep else DType.BFLOAT16
+    tokenizer = load_tokenizer(path)
+    parameters = Model(checkpoint.spec, place, wanted).load(checkpoint.tensors(), progress)
+    return TorchEngine(parameters, tokenizer=tokenizer, weights_hash=checkpoint.fingerprint())
+
+
+def _device(name: str) -> str:
+    """A device that is there. Raises `ConfigError` naming those that are."""
+    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    found += ["mps"] if torch.backends.mps.is_available() else []
+    found.append("cpu")
+    if name == "auto":
+        return found[0]
+    if name == "cuda" and torch.cuda.is_available():
+        return "cuda:0"
+    if name not in found:
+        raise ConfigError(f"device {name!r} is not here, allowed: auto, {', '.join(found)}")
+    return name
+
+
+def _dtype(name: DType | str, device: str) -> DType:
+    try:
+        dtype = DType(name)
+    except ValueError:
+        dtype = None
+    if dtype not in TORCH_DTYPE:
+        raise ConfigError(f"dtype {str(name)!r} is not computed with, allowed: {', '.join(TORCH_DTYPE)}")
+    if dtype is DType.BFLOAT16 and not _has_bfloat16(device):
+        raise ConfigError(f"device {device} has no bfloat16, allowed: float32")
+    return dtype
+
+
+def _has_bfloat16(device: str) -> bool:
+    if device.startswith("cuda"):
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device == "mps":
+        try:
+            torch.zeros(1, dtype=torch.bfloat16, device=device)
+        except (RuntimeError, TypeError):
+            return False
+    return True

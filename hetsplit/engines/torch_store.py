@@ -1,0 +1,184 @@
+"""Keys and values in torch's memory: one store per sequence, the budget they share, and the canonical form's border.
+
+Owns the layout, `[L, G, capacity, D]` for keys and for values, so that grouped-query attention reads each head as one
+contiguous run. Knows nothing of the forward pass. Invariants: memory is reserved when a store is made and
+counted until it is released; another thread than the engine's calls `write` only, which runs no torch operation.
+"""
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hetsplit.errors import CapacityError, EngineError
+from hetsplit.kv import KvBlock, KvCache
+from hetsplit.model import TORCH_DTYPE, Segment
+from hetsplit.spec import DType, KvLayout
+
+_READABLE = {dtype.numpy for dtype in DType}
+
+
+class KvBudget:
+    """Bytes that all stores of one engine may hold together. Safe to use from any thread."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self._lock = threading.Lock()
+
+    def take(self, asked: int, what: str) -> None:
+        """Raises `CapacityError` naming the bytes asked for and those that are free."""
+        with self._lock:
+            if asked > self.total - self.used:
+                free = self.total - self.used
+                raise CapacityError(f"{what} needs {asked:,} bytes, {free:,} of {self.total:,} are free")
+            self.used += asked
+
+    def give(self, nbytes: int) -> None:
+        with self._lock:
+            self.used -= nbytes
+
+
+def default_kv_bytes(device: torch.device) -> int:
+    """On a GPU nine tenths of what is free now, else half of the physical memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * 9 // 10
+    if device.type == "mps":
+        return (torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()) * 9 // 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+class TorchStore:
+    """Memory for `positions` token positions (a `KvStore`). Raises `CapacityError` when there is no room for them."""
+
+    def __init__(self, layout: KvLayout, positions: int, device: torch.device, budget: KvBudget) -> None:
+        self.layout, self.positions = layout, positions
+        nbytes = layout.span_bytes(positions)
+        budget.take(nbytes, f"a cache of {positions} positions")
+        self._give_back = weakref.finalize(self, budget.give, nbytes)  # a store that is dropped counts as released
+        self._give_back.atexit = False
+        self._device = device
+        self._sealed = False
+        self._staged: deque[KvBlock] = deque()
+        layer, *others = set(layout.layers)
+        assert not others, "the forward pass knows layers of one shape only"
+        shape = (len(layout.layers), layer.kv_heads, positions, layer.head_dim)
+        try:
+            keys, values = (torch.empty(shape, dtype=TORCH_DTYPE[layout.dtype], device=device) for _ in range(2))
+        except RuntimeError as error:
+            self._give_back()
+            raise CapacityError(f"no memory for a cache of {positions} positions, {nbytes:,} bytes") from error
+        self._memory: tuple[Tensor, Tensor] | None = (keys, values)
+        self._raw = (_raw(keys), _raw(values)) if device.type == "cpu" else None
+
+    def segment(self, start: int, count: int) -> Segment:
+        """Where the forward pass finds and puts keys and values of `[start, start + count)`."""
+        if start + count > self.positions:
+            raise CapacityError(f"positions up to {start + count} asked, {self.positions} are reserved")
+        return Segment(*self._held(), start, count)
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        if self._memory is None:
+            raise EngineError("a released store was used")
+        return self._memory
+
+    def write(self, block: KvBlock) -> None:
+        """Copy a block of any float dtype into its place, or stage a copy of it where the memory is a GPU's.
+
+        Raises `EngineError` for a block of another shape or layer, and after `seal` or `release`; `CapacityError`
+        for positions that are not reserved.
+        """
+        self._check(block)
+        keys, values = self._converted(block.keys), self._converted(block.values)
+        if (raw := self._raw) is None:
+            self._staged.append(KvBlock(block.layer, block.start, keys.copy(), values.copy()))
+            return
+        for side, array in zip(raw, (keys, values), strict=True):
+            side[block.layer, :, block.start : block.stop] = array.view(side.dtype).transpose(1, 0, 2)
+
+    def _check(self, block: KvBlock) -> None:
+        self._held()
+        if self._sealed:
+            raise EngineError("a block was written to a sealed store")
+        if not 0 <= block.layer < len(self.layout.layers):
+            raise EngineError(f"a block of layer {block.layer}, the model has {len(self.layout.layers)}")
+        layer = self.layout.layers[block.layer]
+        shape = (block.count, layer.kv_heads, layer.head_dim)
+        if block.keys.shape != shape or block.values.shape != shape:
+            raise EngineError(f"keys {block.keys.shape} and values {block.values.shape}, expected {shape}")
+        if not 0 <= block.start <= block.stop <= self.positions:
+            raise CapacityError(f"a block of [{block.start}, {block.stop}), {self.positions} positions are reserved")
+
+    def _converted(self, array: NDArray[Any]) -> NDArray[Any]:
+        if array.dtype not in _READABLE:
+            raise EngineError(f"a block of {array.dtype}, allowed: {', '.join(DType)}")
+        return array.astype(self.layout.dtype.numpy, copy=False)
+
+    def settle(self) -> bool:
+        """Move at most one staged block to the device (engine thread); True when nothing is staged any more."""
+        if self._staged:
+            block = self._staged.popleft()
+            for side, array in zip(self._held(), (block.keys, block.values), strict=True):
+                place = side[block.layer, :, block.start : block.stop]
+                tensor = torch.from_numpy(_raw_numpy(array)).view(place.dtype)
+                place.copy_(tensor.to(self._device).transpose(0, 1))
+        return not self._staged
+
+    def seal(self, length: int) -> KvCache:
+        """The cache of the first `length` positions, which the caller has filled."""
+        self._held()
+        if not 0 <= length <= self.positions:
+            raise EngineError(f"a cache of {length} positions, {self.positions} are reserved")
+        if self._staged:
+            raise EngineError(f"a store was sealed while {len(self._staged)} blocks are still staged")
+        self._sealed = True
+        return KvCache(self, length)
+
+    def read(self, span: range) -> Iterator[KvBlock]:
+        """One block per layer for `span`, in buffers of its own (engine thread)."""
+        if not 0 <= span.start <= span.stop <= self.positions:
+            raise EngineError(f"a read of [{span.start}, {span.stop}), {self.positions} positions are reserved")
+        for layer in range(len(self.layout.layers)):
+            yield KvBlock(layer, span.start, *map(to_numpy, self.views(layer, span)))
+
+    def views(self, layer: int, span: range) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values `[T, G, D]`, strided views of the memory."""
+        keys, values = (side[layer, :, span.start : span.stop].transpose(0, 1) for side in self._held())
+        return keys, values
+
+    def release(self) -> None:
+        self._memory = None
+        self._raw = None
+        self._staged.clear()
+        self._give_back()
+
+
+def to_numpy(tensor: Tensor) -> NDArray[Any]:
+    """A contiguous copy on the host."""
+    own = tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
+    return as_numpy(own)
+
+
+def as_numpy(tensor: Tensor) -> NDArray[Any]:
+    """A host tensor's memory as an array; torch itself knows no numpy bfloat16."""
+    if tensor.dtype is torch.bfloat16:
+        return _raw(tensor).view(DType.BFLOAT16.numpy)
+    array: NDArray[Any] = tensor.numpy()
+    return array
+
+
+def _raw(tensor: Tensor) -> NDArray[Any]:
+    """The same memory with 16-bit floats shown as integers, which numpy copies fastest."""
+    array: NDArray[Any] = (tensor.view(torch.int16) if tensor.element_size() == 2 else tensor).numpy()
+    return array
+
+
+def _raw_numpy(array: NDArray[Any]) -> NDArray[Any]:
+    return array.view(np.int16) if array.itemsize == 2 else array
