@@ -1,0 +1,1 @@
+"""Generated message classes of protos/hetsplit/v1/hetsplit.proto (`make proto`)."""
