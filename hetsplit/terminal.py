@@ -1,0 +1,137 @@
+"""What commands show: text on standard output as it comes; progress and timings on standard error.
+
+Owns how things look, nothing of what they mean. Invariant: standard output carries generated text only, so it can be
+piped; bars and spinners appear only where standard error is a terminal, plain lines elsewhere.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.progress import TimeElapsedColumn as Elapsed
+from rich.table import Table
+
+from hetsplit.result import Completion, Token
+
+if TYPE_CHECKING:
+    from hetsplit.engines.torch import TorchEngine
+    from hetsplit.split import Generation
+
+
+def say(text: str) -> None:
+    """One line on standard error."""
+    print(" ".join(text.splitlines()), file=sys.stderr, flush=True)
+
+
+def load(model: str, *, device: str, dtype: str | None, role: str) -> "TorchEngine":
+    """`engines.load`, with its progress shown."""
+    from hetsplit import engines
+    from hetsplit.weights import locate
+
+    path = locate(model, progress=_console().is_terminal)
+    with _loading(model) as progress:
+        return engines.load(path, device=device, dtype=dtype, role=role, progress=progress)
+
+
+@contextmanager
+def _loading(model: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows that a model loads; gives the function that takes how much of how much is done."""
+    start = time.monotonic()
+    console = _console()
+    if console.is_terminal:
+        with _progress(console, TextColumn("loading"), BarColumn(), TaskProgressColumn(), Elapsed()) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        say(f"loading {model}")
+        yield lambda done, total: None
+    say(f"loaded {model} in {time.monotonic() - start:.1f} s")
+
+
+def stream(generation: "Generation", *, show: bool = True) -> Completion:
+    """Runs a request to its end, its text written as it comes (unless not `show`)."""
+    tokens: list[Token] = []
+    with generation, _waiting(generation) as begun:
+        for token in generation:
+            if not tokens:
+                begun()
+            tokens.append(token)
+            if show:
+                sys.stdout.write(token.text)
+                sys.stdout.flush()
+    text = "".join(token.text for token in tokens)
+    assert generation.timing is not None
+    return Completion(text, tuple(tokens), tokens[-1].finish or "", generation.prompt_tokens, generation.timing)
+
+
+@contextmanager
+def _waiting(generation: "Generation") -> Iterator[Callable[[], None]]:
+    """Shows the time until the first token; gives the function that says it has come."""
+    text = f"prefill of {generation.prompt_tokens} tokens"
+    console = _console()
+    if not console.is_terminal:
+        say(text)
+        yield lambda: None
+        return
+    with _progress(console, SpinnerColumn(), TextColumn("{task.description}"), Elapsed()) as bar:
+        task = bar.add_task(text)
+        generation.on_progress = lambda ahead: bar.update(task, description=f"{ahead} ahead" if ahead else text)
+        yield bar.stop
+
+
+def show_timing(completion: Completion) -> None:
+    """The table of a finished request, on standard error."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in timing_rows(completion):
+        table.add_row(name, value)
+    _console().print(table)
+
+
+def timing_rows(completion: Completion) -> list[tuple[str, str]]:
+    """What the table says, row by row."""
+    timing = completion.timing
+    produced = len(completion.tokens)
+    sent = "-"
+    if timing.sent_bytes:
+        rate = _rate(timing.sent_bytes / 1e6, timing.transfer_s)
+        sent = f"{timing.sent_bytes / 1e6:.2f} MB ({timing.codec}), {rate} MB/s"
+    return [
+        ("mode", f"{timing.mode} ({timing.why})"),
+        ("prompt", f"{completion.prompt_tokens} tokens"),
+        ("generated", f"{produced} tokens, finish: {completion.finish}"),
+        ("queue", f"{timing.queue_s:.3f} s"),
+        ("prefill", f"{timing.prefill_s:.3f} s"),
+        ("transfer", f"{timing.transfer_s:.3f} s"),
+        ("exposed transfer", f"{timing.exposed_transfer_s:.3f} s"),
+        ("first token", f"{timing.first_token_s:.3f} s"),
+        ("decode", f"{timing.decode_s:.3f} s, {_rate(produced - 1, timing.decode_s)} tokens/s"),
+        ("sent, link rate", sent),
+    ]
+
+
+def show_logprobs(completion: Completion) -> None:
+    """Each token's natural logarithm of probability and the likeliest alternatives, on standard error."""
+    table = Table("token", "text", "logprob", "likeliest (id: logprob)", box=None, pad_edge=False)
+    for token in completion.tokens:
+        top = ", ".join(f"{i}: {p:.4f}" for i, p in token.top)
+        logprob = "-" if token.logprob is None else f"{token.logprob:.4f}"
+        table.add_row(str(token.id), repr(token.text), logprob, top)
+    _console().print(table)
+
+
+def _rate(amount: float, seconds: float) -> str:
+    return f"{amount / seconds:.1f}" if amount > 0 and seconds > 0 else "-"
+
+
+def _console() -> Console:
+    return Console(stderr=True, highlight=False, markup=False)
+
+
+def _progress(console: Console, *columns: ProgressColumn) -> Progress:
+    return Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
