@@ -133,14 +133,14 @@ class Model:
             self.layers[i] = replace(layer, **matrices)
 
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Iterator[int]:
-        """Run the layers over `x` `[T, E]`, the embedded tokens of all segments one after another, in place.
+        """Run the layers over `x` float32 `[T, E]`, the embedded tokens of all segments in a row, in place.
 
         Yields each layer's index when its keys and values are in the segments' memory and its attention has not run
         yet; after the last `next()`, `x` is what `logits` takes. Work follows the iteration: to stop at a yield costs
         no more.
         """
         cos, sin = self._rope(segments)
-        windows = [_Window.of(segment, x) for segment in segments]
+        windows = [_Window.of(segment) for segment in segments]
         for i, layer in enumerate(self.layers):
             q, k, v = (_parts(tensor, segments) for tensor in self._project(layer, x, cos, sin))
             for window, new_k, new_v in zip(windows, k, v, strict=True):
@@ -153,8 +153,8 @@ class Model:
             x += _linear(_linear(normed, layer.up).mul_(_linear_silu(normed, layer.gate)), layer.down)
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
-        """Token ids to `[T, E]`."""
-        return F.embedding(torch.tensor(tokens, device=self.device), self.embed)
+        """Token ids to float32 `[T, E]`: what layers add up keeps its precision whatever they compute in."""
+        return F.embedding(torch.tensor(tokens, device=self.device), self.embed).float()
 
     def logits(self, x: Tensor) -> Tensor:
         """`[T, E]` out of the last layer to `[T, V]`."""
@@ -177,16 +177,15 @@ class Model:
         heads = qkv.view(1, len(x), -1, s.head_dim).transpose(1, 2)
         qk, v = heads.split_with_sizes((s.heads + s.kv_heads, s.kv_heads), dim=1)
         wide = qk.float()
-        rotated = (wide * cos).addcmul_(wide.roll(s.head_dim // 2, dims=-1), sin).to(x.dtype)
+        rotated = (wide * cos).addcmul_(wide.roll(s.head_dim // 2, dims=-1), sin).to(qkv.dtype)
         q, k = rotated.split_with_sizes((s.heads, s.kv_heads), dim=1)
         return q, k, v
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Root mean square norm of each row, computed in float32 (Zhang and Sennrich, 2019)."""
-        wide = x.float()
-        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        """Root mean square norm of each row of float32 `x` (Zhang and Sennrich, 2019), in the model's dtype."""
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return (x * scale).mul_(weight).to(self.embed.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +200,13 @@ class _Window:
     causal: bool
 
     @classmethod
-    def of(cls, segment: Segment, x: Tensor) -> "_Window":
+    def of(cls, segment: Segment) -> "_Window":
         """The kernel's own causal rule serves a chunk at position 0, and one token needs none."""
         start, stop = segment.start, segment.stop
         keys, values = segment.keys[:, None], segment.values[:, None]  # [L, 1, G, C, D]
         mask = None
         if start > 0 and segment.count > 1:
-            mask = torch.full((segment.count, stop), float("-inf"), dtype=x.dtype, device=x.device).triu_(start + 1)
+            mask = keys.new_full((segment.count, stop), float("-inf")).triu_(start + 1)
         return cls(
             new_keys=keys[..., start:stop, :].unbind(),
             new_values=values[..., start:stop, :].unbind(),
