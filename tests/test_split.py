@@ -725,7 +725,7 @@ class Only:
 
     def __init__(self, *names: str) -> None:
         engine = ToyEngine()
-        for name in ("spec", "layout", "name", "tokenizer", "weights_hash", "device", "model", *names):
+        for name in ("spec", "layout", "name", "tokenizer", "weights_hash", "device", "source", *names):
             setattr(self, name, getattr(engine, name))
 
 

@@ -519,6 +519,9 @@ def test_a_fill_is_awaited_before_anyone_hears_of_it(decode_engine: ToyEngine) -
 class Told:
     """A decode source whose request ends, and cancels its call, at the very moment it is told of its fill."""
 
+    def wake(self) -> None:
+        pass
+
     def __init__(self) -> None:
         self.said: list[object] = []
 
@@ -591,6 +594,22 @@ def test_a_crash_tells_everyone_and_the_next_request_works(decode_engine: ToyEng
     source.submit(request := a_request(decode_engine, max_tokens=2))
     assert outcome(request) == ids(P40, 2)
     source.close()
+
+
+def test_staged_blocks_settle_while_the_fill_goes_on() -> None:
+    """On a GPU the copy into place must not wait for the end of the transfer."""
+    prefill, decode = ToyEngine(device="toy:0"), ToyEngine(device="toy:1", staging=True)
+    prefill.gate_at = 4 * LAYERS
+    with Worker(prefill, role="prefill") as one, Worker(decode, role="decode", prefill=[one.address]) as two:
+        peer = Peer(two.address)
+        events = peer.generate(generate(mode="split", chunk=4))
+        next(events)
+        assert eventually(lambda: decode.stores and decode.stores[0].settled == 4 * LAYERS)
+        prefill.gate_at = -1
+        prefill.gate.set()
+        assert [event.token.id for event in events if event.HasField("token")] == ids(P40, 3)
+        assert decode.stores[0].settled == 9 * LAYERS  # the last chunk holds withheld positions only
+        peer.close()
 
 
 def test_close_ends_every_request(decode_engine: ToyEngine) -> None:
@@ -783,7 +802,7 @@ def test_a_call_of_the_other_role_is_refused(role: str, call: str) -> None:
 class PrefillOnly:
     def __init__(self) -> None:
         engine = ToyEngine()
-        for name in ("spec", "layout", "name", "tokenizer", "weights_hash", "device", "model", "prefill"):
+        for name in ("spec", "layout", "name", "tokenizer", "weights_hash", "device", "source", "prefill"):
             setattr(self, name, getattr(engine, name))
 
 

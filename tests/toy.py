@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,18 +47,29 @@ class ToyStore:
         self.positions = positions
         self.data = np.full((LAYERS, 2, positions, KV_HEADS, HEAD_DIM), np.nan, np.float32)
         self.written = 0
+        self.staged: deque[KvBlock] = deque()
+        self.settled = 0  # blocks that waited for the engine thread
         self.sealed: int | None = None
         self.released = False
 
     def write(self, block: KvBlock) -> None:
         self.engine.write_gate.wait(10)
         assert not self.released, "a write after release"
+        if self.engine.staging:
+            self.staged.append(KvBlock(block.layer, block.start, block.keys.copy(), block.values.copy()))
+        else:
+            self._put(block)
+
+    def _put(self, block: KvBlock) -> None:
         self.data[block.layer, 0, block.start : block.stop] = block.keys
         self.data[block.layer, 1, block.start : block.stop] = block.values
         self.written = max(self.written, block.stop)
 
     def settle(self) -> bool:
-        return True
+        if self.staged:
+            self._put(self.staged.popleft())
+            self.settled += 1
+        return not self.staged
 
     def seal(self, length: int) -> KvCache:
         assert not np.isnan(self.data[:, :, :length]).any(), "sealed with positions never written"
@@ -80,12 +92,13 @@ class ToyEngine:
 
     `gate`, when cleared, holds prefill before its next block; it clears itself before block number `gate_at`.
     `write_gate` holds the fill threads in their stores. `unit_s` makes each unit of prefill take up to that long.
+    With `staging`, blocks wait in a store until the engine thread settles them, as on a GPU.
     Engines whose device is "cpu" share one compute thread; another device gives one of its own.
     """
 
     name = "toy"
     tokenizer = None
-    model = "toy"
+    source = "toy"
 
     def __init__(
         self,
@@ -95,12 +108,14 @@ class ToyEngine:
         weights_hash: str = "toy",
         device: str = "cpu",
         dtype: DType = DType.FLOAT32,
+        staging: bool = False,
         **spec: object,
     ) -> None:
         self.spec = toy_spec(**spec)
         self.layout = self.spec.layout(dtype)
         self.weights_hash = weights_hash
         self.device = device
+        self.staging = staging
         self.capacity = capacity
         self.reserved = 0
         self.lock = threading.Lock()
@@ -155,7 +170,7 @@ class ToyEngine:
 
     def extend(self, store, tokens, span, *, chunk):
         for block in self.prefill(tokens, span, chunk=chunk, stop=threading.Event()):
-            store.write(block)
+            store._put(block)
             yield
 
     def step(self, rows: Sequence[Row]) -> StepResult:
@@ -165,7 +180,7 @@ class ToyEngine:
         for row in rows:
             for token in row.tokens:
                 for layer in range(LAYERS):
-                    row.cache.store.write(self.block(layer, row.cache.length, [token]))
+                    row.cache.store._put(self.block(layer, row.cache.length, [token]))
                 row.cache.length += 1
             logits.append(toy_logits(row.cache.store.data[:, :, : row.cache.length]))
         return StepResult(np.asarray(logits, np.float32))

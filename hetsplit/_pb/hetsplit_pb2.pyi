@@ -209,7 +209,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "tokens", "messages", "sampling", "mode", "prefill", "mixed_weights", "chunk", "identity", "silence_timeout_s")
+    __slots__ = ("text", "tokens", "messages", "sampling", "mode", "prefill", "mixed_weights", "chunk", "identity")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -219,7 +219,6 @@ class GenerateRequest(_message.Message):
     MIXED_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    SILENCE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     text: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
@@ -229,8 +228,7 @@ class GenerateRequest(_message.Message):
     mixed_weights: bool
     chunk: int
     identity: Identity
-    silence_timeout_s: float
-    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., mode: _Optional[str] = ..., prefill: _Optional[_Iterable[str]] = ..., mixed_weights: bool = ..., chunk: _Optional[int] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., silence_timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., mode: _Optional[str] = ..., prefill: _Optional[_Iterable[str]] = ..., mixed_weights: bool = ..., chunk: _Optional[int] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("accepted", "progress", "token", "finished", "reserved")

@@ -34,7 +34,7 @@ class TorchEngine:
     """A `Prefiller`, `Decoder` and `LocalPrefill`.
 
     `kv_bytes` bounds what all stores hold together; None means half of the physical memory on a CPU and nine tenths
-    of what is free on a GPU. `weights_hash` and `tokenizer` are what peers compare.
+    of what is free on a GPU. `weights_hash` and `tokenizer` are what peers compare; `source` is for people.
     """
 
     name = "torch"
@@ -45,6 +45,7 @@ class TorchEngine:
         *,
         tokenizer: Tokenizer | None = None,
         weights_hash: str = "",
+        source: str = "",
         kv_bytes: int | None = None,
     ) -> None:
         self.model, self.spec, self.dtype = model, model.spec, model.dtype
@@ -52,6 +53,7 @@ class TorchEngine:
         self.layout = model.spec.layout(model.dtype)
         self.tokenizer: Tokenizer | None = tokenizer
         self.weights_hash = weights_hash
+        self.source = source
         self.budget = KvBudget(default_kv_bytes(model.device) if kv_bytes is None else kv_bytes)
         on_cuda = model.device.type == "cuda"
         self._copies = torch.cuda.Stream(model.device) if on_cuda else None  # type: ignore[no-untyped-call]
@@ -207,7 +209,7 @@ def load(
         wanted = DType.FLOAT32 if keep else DType.BFLOAT16
     tokenizer = load_tokenizer(path)
     parameters = Model(checkpoint.spec, place, wanted).load(checkpoint.tensors(), progress)
-    return TorchEngine(parameters, tokenizer=tokenizer, weights_hash=checkpoint.fingerprint())
+    return TorchEngine(parameters, tokenizer=tokenizer, weights_hash=checkpoint.fingerprint(), source=path.name)
 
 
 def _device(name: str) -> str:

@@ -80,14 +80,17 @@ class Peer:
 
     def describe(self) -> pb.Description:
         """Also measures `rtt_s`, the round trip of a small call, in seconds."""
+        if not self.rtt_s:  # the first call pays for the connection
+            self._unary("Describe", pb.DescribeRequest(), pb.Description, self._timeout_s)
         start = time.monotonic()
         description: pb.Description = self._unary("Describe", pb.DescribeRequest(), pb.Description, self._timeout_s)
         self.rtt_s = time.monotonic() - start
         return description
 
     def pair(self, request: pb.PairRequest) -> pb.PairReply:
-        """Asks a decode worker to compare itself with its prefill side; it dials each within its own time-out."""
-        reply: pb.PairReply = self._unary("Pair", request, pb.PairReply, self._timeout_s * (2 + len(request.prefill)))
+        """Asks a decode worker to compare itself with its prefill side, which it dials within its own time-out."""
+        timeout_s = self._timeout_s + Timeouts().connect_s + 1.0
+        reply: pb.PairReply = self._unary("Pair", request, pb.PairReply, timeout_s)
         return reply
 
     def prefill(self, request: pb.PrefillRequest) -> Stream[list[Message]]:

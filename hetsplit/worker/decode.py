@@ -27,8 +27,10 @@ from hetsplit.worker.compute import ComputeThread
 from hetsplit.worker.prefill import check_chunk
 
 MAX_ACTIVE = 64
-MAX_WAITING = 256
+MAX_WAITING = 60  # with those that are active fewer than the calls a worker takes
 CLOSE_S = 2.0
+SETTLE_S = 0.005
+"""How long staged blocks may keep the running rows waiting, per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Request:
         self.timing = Timing(mode=mode, why=why)
         self.store: KvStore | None = None
         self.fill: KvFill | None = None
-        self.settling = False
+        self.filled = False
         self.units: Iterator[None] | None = None
         self.cache: KvCache | None = None
         self.first_token = self.fill_started = 0.0
@@ -118,13 +120,16 @@ class _Text:
         if params.stop and tokenizer is None:
             raise RequestError("stop strings need a tokenizer, this model folder has none")
         self._pieces = tokenizer.detokenizer() if tokenizer else None
+        self._known = tokenizer.vocab_size if tokenizer else 0
         self._stop = StopText(params.stop)
 
     def push(self, token: int, finish: str | None) -> tuple[str, str | None]:
         """The text that became certain, and `finish`, now "stop" if a stop string was met."""
         if self._pieces is None:
             return "", finish
-        text = self._pieces.push(token) + (self._pieces.flush() if finish else "")
+        # A model whose vocabulary is padded beyond its tokenizer's may draw an id that stands for nothing.
+        text = self._pieces.push(token) if token < self._known else ""
+        text += self._pieces.flush() if finish else ""
         text, hit = self._stop.push(text)
         if hit:
             return text, "stop"
@@ -151,6 +156,10 @@ class DecodeSource:
     def beats(self) -> int:
         """Grows while the compute thread is alive."""
         return self._compute.beats
+
+    def wake(self) -> None:
+        """A fill thread has written; there may be something to settle."""
+        self._compute.wake()
 
     def ahead(self, request: Request) -> int:
         return self._scheduler.ahead(request.job.id)
@@ -264,7 +273,7 @@ class DecodeSource:
             exposed_transfer_s=max(0.0, waited_s - done.queue_s - done.prefill_s - rtt_s),
             sent_bytes=sent_bytes,
         )
-        request.settling = True
+        request.filled = True
 
     def _fill_failed(self, request: Request, error: HetsplitError) -> None:
         self._filling.discard(request)
@@ -274,31 +283,41 @@ class DecodeSource:
             self._release(request)
 
     def _fill_one(self) -> bool:
-        """One unit for the first request whose fill needs the engine."""
+        """Work for the first request whose fill needs the engine: staged blocks, or a unit of a local prefill."""
         for request in self._requests.values():
-            if request.settling or request.units is not None:
-                try:
-                    self._advance_fill(request)
-                except HetsplitError as error:
-                    self._leave(request, error)
+            if request.cache is not None or request.store is None:
+                continue
+            try:
+                worked = self._compute_unit(request) if request.units else self._settle(request, request.store)
+            except HetsplitError as error:
+                self._leave(request, error)
+                return True
+            if worked:
                 return True
         return False
 
-    def _advance_fill(self, request: Request) -> None:
-        if request.fill is not None:
-            if request.fill.settle():
-                request.settling = False
-                self._run(request, request.fill.finish())
-        elif request.units is not None and next(request.units, request) is request:
-            request.units = None
+    def _compute_unit(self, request: Request) -> bool:
+        assert request.units is not None and request.store is not None
+        if next(request.units, request) is request:
             span = prefill_span(len(request.job.prompt))
             prefill_s = time.monotonic() - request.fill_started
             request.timing = replace(request.timing, prefill_s=prefill_s)
-            assert request.store is not None
             self._run(request, request.store.seal(withheld_span(span).start))
+        return True
+
+    def _settle(self, request: Request, store: KvStore) -> bool:
+        """Move staged blocks in while others still arrive; seal the store once all have."""
+        deadline = time.monotonic() + SETTLE_S
+        filled = request.filled  # asked first: what was staged before is seen below
+        while not (settled := store.settle()) and time.monotonic() < deadline:
+            pass
+        if settled and filled:
+            assert request.fill is not None
+            self._run(request, request.fill.finish())
+        return not settled or filled
 
     def _run(self, request: Request, cache: KvCache) -> None:
-        request.cache = cache
+        request.cache, request.units = cache, None
         self._scheduler.run(request.job, request.job.prompt[cache.length :])
 
     def _step(self, batch: list[Running]) -> np.ndarray | None:

@@ -11,7 +11,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hetsplit._pb import hetsplit_pb2 as pb
-from hetsplit.errors import CapacityError, HetsplitError, PeerError, PeerFailed, PeerTimeout, RemoteProtocolError
+from hetsplit.errors import (
+    CapacityError,
+    HetsplitError,
+    PeerError,
+    PeerFailed,
+    PeerTimeout,
+    RemoteProtocolError,
+    RequestError,
+)
 from hetsplit.kv import KvFill
 from hetsplit.protocol import Begin, Message, Receiver
 from hetsplit.spec import KvLayout
@@ -21,11 +29,12 @@ from hetsplit.worker.decode import DecodeSource, Request
 log = logging.getLogger(__name__)
 
 
-def receive(messages: Iterable[list[Message]], receiver: Receiver) -> None:
+def receive(messages: Iterable[list[Message]], receiver: Receiver, wake: Callable[[], None]) -> None:
     """Feed a whole transfer into its fill. Raises `RemoteProtocolError` unless it is complete and correct."""
     for batch in messages:
         for message in batch:
             receiver.feed(message)
+        wake()
     receiver.end()
 
 
@@ -59,7 +68,7 @@ class Pull:
             try:
                 self._pull(request, KvFill(fill.store, self._layout, fill.span), peer)
                 return
-            except (PeerError, CapacityError) as error:
+            except (PeerError, CapacityError, RequestError) as error:  # another may have room, or a longer context
                 if position + 1 == len(self._peers) or request.cancelled.is_set():
                     raise
                 log.warning("prefill at %s failed, trying the next: %s", peer.address, error)
@@ -80,7 +89,7 @@ class Pull:
         request.on_cancel(stream.cancel)
         receiver = Receiver(transfer_id, fill.span, self._layout, fill)
         try:
-            receive(stream, receiver)
+            receive(stream, receiver, self._source.wake)
         except PeerError as error:
             error.peer = error.peer or peer.address
             raise
@@ -119,7 +128,7 @@ class Push:
         over = threading.Event()  # from then on the call ends by itself, and says how
         request.on_cancel(lambda: over.is_set() or cancel())
         try:
-            receive(itertools.chain([first], batches), receiver)
+            receive(itertools.chain([first], batches), receiver, self._source.wake)
         except Exception as error:
             over.set()
             named = error if isinstance(error, HetsplitError) else PeerFailed(f"the push broke off: {error!r}")

@@ -4,9 +4,11 @@ Owns the checks that come before work: identity, role, prompt, and which address
 through `wire`. Invariant: nothing here computes; handlers wait with a deadline or a heartbeat.
 """
 
+import logging
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import hetsplit
@@ -23,6 +25,11 @@ from hetsplit.worker.decode import DecodeSource, Finished, Request
 from hetsplit.worker.fill import Pull, Push
 from hetsplit.worker.prefill import PrefillSource, PrefillTask, check_prefill
 from hetsplit.worker.prefill import messages as transfer
+
+log = logging.getLogger(__name__)
+
+MAX_PEERS = 256
+"""Prefill addresses that one decode worker keeps a channel to."""
 
 MODES = ("auto", "split", "push", "local")
 
@@ -47,7 +54,7 @@ def describe(engine: Prefiller | Decoder, role: str, live: int = 0) -> pb.Descri
         engine=engine.name,
         device=str(getattr(engine, "device", "")),
         dtype=engine.layout.dtype.value,
-        model=str(getattr(engine, "model", "")),
+        model=str(getattr(engine, "source", "")),
         version=hetsplit.__version__,
         context=engine.spec.context,
         template=template or "",
@@ -101,15 +108,17 @@ class WorkerService:
         if request.push:
             self._compare(request.pushed, "the pushing side", request.mixed_weights, reply)
             return reply
+        peers = [self._peer(address) for address in self._addresses(request.prefill)]
         failures: list[PeerError] = []
-        for address in self._addresses(request.prefill):
-            try:
-                description = self._peer(address).describe()
-            except PeerError as error:
-                failures.append(error)
-                continue
-            self._compare(description, address, request.mixed_weights, reply)
-            reply.prefill.append(description)
+        with ThreadPoolExecutor(len(peers) or 1) as pool:  # at once: one that does not answer delays no other
+            for peer, answer in zip(peers, [pool.submit(peer.describe) for peer in peers], strict=True):
+                try:
+                    description = answer.result()
+                except PeerError as error:
+                    failures.append(error)
+                    continue
+                self._compare(description, peer.address, request.mixed_weights, reply)
+                reply.prefill.append(description)
         if failures and not reply.prefill:
             raise failures[0]
         reply.warnings.extend(f"prefill worker {failure.peer}: {failure}" for failure in failures)
@@ -161,6 +170,7 @@ class WorkerService:
                     reserved = pb.Reserved(transfer_id=generation.job.id, tokens=generation.job.prompt)
                     yield pb.GenerateEvent(reserved=reserved)
                 case Finished():
+                    log.info("%s: %d prompt tokens, %s", generation.job.id, len(generation.job.prompt), event.timing)
                     timing = messages.timing_to_pb(event.timing)
                     yield pb.GenerateEvent(finished=pb.Finished(timing=timing))
                     return
@@ -237,6 +247,8 @@ class WorkerService:
             )
         with self._lock:
             if address not in self._peers:
+                if len(self._peers) >= MAX_PEERS:
+                    raise RequestError(f"{address} would be prefill address {MAX_PEERS + 1}, allowed: {MAX_PEERS}")
                 self._peers[address] = Peer(address, dialling.credentials, dialling.timeouts)
             return self._peers[address]
 
