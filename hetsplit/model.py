@@ -3,7 +3,7 @@
 Branches on facts of the architecture (`ModelSpec`), never on a family's name: what differs between families' files was
 undone when the weights were read. Knows nothing of requests, transfers or who owns the memory of keys and values.
 
-Invariants: weights that are used together lie together (`qkv`, `gate_up`); keys are stored after RoPE in half-split
+Invariants: query, key and value weights lie together (`qkv`); keys are stored after RoPE in half-split
 order; a layer's keys and values are in place and shown to the caller before that layer's attention runs, so a caller
 who stops there has paid for nothing else. Tensor letters are those of `ModelSpec`: `T` tokens, `H` query heads, `G`
 key/value heads, `D` head width, `E` model width, `I` width of the MLP, `V` vocabulary.
@@ -198,6 +198,7 @@ class _Window:
     values: Sequence[Tensor]
     mask: Tensor | None
     causal: bool
+    expand: bool  # give attention a key/value head for each query head
 
     @classmethod
     def of(cls, segment: Segment) -> "_Window":
@@ -214,12 +215,18 @@ class _Window:
             values=values[..., :stop, :].unbind(),
             mask=mask,
             causal=start == 0 and segment.count > 1,
+            # CUDA's fused kernels take a mask or grouped heads, not both; MPS wants whole tensors.
+            expand=keys.device.type not in ("cpu", "cuda") or (keys.device.type == "cuda" and mask is not None),
         )
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """`q` `[1, H, T, D]` over all positions up to its own; gives `[T, H D]`. Key/value heads are not expanded."""
+        """`q` `[1, H, T, D]` over all positions up to its own; gives `[T, H D]`."""
+        keys, values = self.keys[layer], self.values[layer]
+        if self.expand:
+            repeats = q.shape[1] // keys.shape[1]
+            q, keys, values = q.contiguous(), *(t.repeat_interleave(repeats, dim=1) for t in (keys, values))
         out = F.scaled_dot_product_attention(
-            q, self.keys[layer], self.values[layer], attn_mask=self.mask, is_causal=self.causal, enable_gqa=True
+            q, keys, values, attn_mask=self.mask, is_causal=self.causal, enable_gqa=not self.expand
         )
         return out.transpose(1, 2).reshape(q.shape[2], -1)
 

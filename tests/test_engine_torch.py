@@ -548,3 +548,22 @@ def test_the_real_model_says_paris(smollm2_path: Path, device: str) -> None:
     cache = prefilled(engine, tokens)
     assert greedy(engine, cache, tokens[-1:], 12) == [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33]
     assert engine.tokenizer is not None and engine.tokenizer.decode([7042]) == " Paris"
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_no_memory_for_the_weights(error: Exception, folder_of: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch_module.Model, "_parameter", full)
+    with pytest.raises(CapacityError, match="no memory for the weights of .* in float32 on cpu"):
+        load(folder_of("llama82"), device="cpu", dtype="float32")
+
+
+def test_a_copy_that_fails_is_an_engine_error(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("CUDA error 700")
+
+    monkeypatch.setattr(torch_module, "to_numpy", broken)
+    with pytest.raises(EngineError, match="CUDA error 700"):
+        list(engine.prefill(P40, SPAN, chunk=16, stop=Event()))

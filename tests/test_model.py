@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from hetsplit.errors import ConfigError
-from hetsplit.model import TORCH_DTYPE, Model, Segment
+from hetsplit.model import TORCH_DTYPE, Model, Segment, _Window
 from hetsplit.spec import DType, ModelSpec
 from tests.models import BUILDERS, LLAMA_IDS, P40, canonical_weights, hf_greedy, hf_logits
 
@@ -195,3 +195,13 @@ def test_inverse_frequencies_are_taken_from_the_spec(ours: Callable[..., Model],
     spec = replace(spec_of(model_of), inv_freq=spec_of(model_of, "rope").inv_freq)
     other = Model(spec, str(ours("llama").device), DType.FLOAT32).load(weights(model_of).items())
     assert np.abs(run(other, P40) - run(ours("llama"), P40)).max() > 0.1
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 5), (0, 1), (7, 1), (7, 5)])
+def test_expanded_heads_attend_like_grouped_ones(start: int, count: int) -> None:
+    """What runs on a GPU whose kernels take a mask or grouped heads, but not both."""
+    torch.manual_seed(0)
+    segment = Segment(torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8), start, count)
+    window = _Window.of(segment)
+    q = torch.randn(count, 8, 8).transpose(0, 1)[None]
+    torch.testing.assert_close(replace(window, expand=True).attend(1, q), window.attend(1, q))

@@ -8,7 +8,6 @@ original chained.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from threading import Event
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hetsplit.engines import Row, StepResult
-from hetsplit.engines.torch_store import KvBudget, TorchStore, as_numpy, default_kv_bytes, to_numpy
+from hetsplit.engines.torch_store import KvBudget, TorchStore, as_numpy, backend_errors, default_kv_bytes, to_numpy
 from hetsplit.errors import CapacityError, ConfigError, EngineError, RequestError
 from hetsplit.kv import KvBlock, KvStore
 from hetsplit.model import TORCH_DTYPE, Model
@@ -26,7 +25,6 @@ from hetsplit.spec import DType
 from hetsplit.tokenizer import Tokenizer, load_tokenizer
 from hetsplit.weights import locate, open_checkpoint
 
-_NO_MEMORY = ("out of memory", "enough memory", "allocate memory")
 _COPIES_AHEAD = 2  # blocks on their way to the host while a GPU computes on
 
 
@@ -77,12 +75,13 @@ class TorchEngine:
         store = self.reserve(span.stop)
         pending: deque[Callable[[], KvBlock]] = deque()
         try:
-            for layer, part in self._compute(store, tokens, span, chunk, stop):
-                pending.append(self._to_host(layer, part.start, *store.views(layer, part)))
-                if len(pending) > (0 if self._copies is None else _COPIES_AHEAD):
+            with backend_errors("copying blocks to the host"):
+                for layer, part in self._compute(store, tokens, span, chunk, stop):
+                    pending.append(self._to_host(layer, part.start, *store.views(layer, part)))
+                    if len(pending) > (0 if self._copies is None else _COPIES_AHEAD):
+                        yield pending.popleft()()
+                while pending:
                     yield pending.popleft()()
-            while pending:
-                yield pending.popleft()()
         finally:
             store.release()
 
@@ -102,7 +101,7 @@ class TorchEngine:
         self, store: TorchStore, tokens: Sequence[int], span: range, chunk: int, stop: Event
     ) -> Iterator[tuple[int, range]]:
         """Fill `store`; yields a layer and a chunk's positions when they are in place, before the layer's attention."""
-        with _backend_errors(f"computing positions [{span.start}, {span.stop})"):
+        with backend_errors(f"computing positions [{span.start}, {span.stop})"):
             for start in range(span.start, span.stop, chunk):
                 if stop.is_set():
                     return
@@ -151,7 +150,7 @@ class TorchEngine:
         if min(segment.count for segment in segments) < 1:
             raise EngineError("a row of 0 tokens, at least 1 allowed")
         self._check_ids(tokens)
-        with _backend_errors(f"a decode step of {len(rows)} rows"):
+        with backend_errors(f"a decode step of {len(rows)} rows"):
             x = self.model.embedded(tokens)
             for _ in self.model.forward(x, segments):
                 pass
@@ -182,16 +181,6 @@ def _own(store: KvStore) -> TorchStore:
     return store
 
 
-@contextmanager
-def _backend_errors(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if any(phrase in str(error) for phrase in _NO_MEMORY):
-            raise CapacityError(f"no memory for {doing}") from error
-        raise EngineError(f"torch failed in {doing}: {error}") from error
-
-
 def load(
     model: str | Path,
     *,
@@ -208,7 +197,8 @@ def load(
         keep = checkpoint.stored_dtype is DType.FLOAT32 or not _has_bfloat16(place)
         wanted = DType.FLOAT32 if keep else DType.BFLOAT16
     tokenizer = load_tokenizer(path)
-    parameters = Model(checkpoint.spec, place, wanted).load(checkpoint.tensors(), progress)
+    with backend_errors(f"the weights of {path.name} in {wanted} on {place}"):
+        parameters = Model(checkpoint.spec, place, wanted).load(checkpoint.tensors(), progress)
     return TorchEngine(parameters, tokenizer=tokenizer, weights_hash=checkpoint.fingerprint(), source=path.name)
 
 

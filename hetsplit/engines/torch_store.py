@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetsplit.errors import CapacityError, EngineError
+from hetsplit.errors import CapacityError, EngineError, HetsplitError
 from hetsplit.kv import KvBlock, KvCache
 from hetsplit.model import TORCH_DTYPE, Segment
 from hetsplit.spec import DType, KvLayout
 
+_NO_MEMORY = ("out of memory", "enough memory", "allocate memory")
 _READABLE = {dtype.numpy for dtype in DType}
+
+
+@contextmanager
+def backend_errors(doing: str) -> Iterator[None]:
+    """torch's errors as `CapacityError` where memory ran out, else as `EngineError`, the original chained."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or any(phrase in str(error) for phrase in _NO_MEMORY):
+            raise CapacityError(f"no memory for {doing}") from error
+        raise EngineError(f"torch failed in {doing}: {error}") from error
 
 
 class KvBudget:
@@ -71,10 +84,11 @@ class TorchStore:
         assert not others, "the forward pass knows layers of one shape only"
         shape = (len(layout.layers), layer.kv_heads, positions, layer.head_dim)
         try:
-            keys, values = (torch.empty(shape, dtype=TORCH_DTYPE[layout.dtype], device=device) for _ in range(2))
-        except RuntimeError as error:
+            with backend_errors(f"a cache of {positions} positions, {nbytes:,} bytes"):
+                keys, values = (torch.empty(shape, dtype=TORCH_DTYPE[layout.dtype], device=device) for _ in range(2))
+        except HetsplitError:
             self._give_back()
-            raise CapacityError(f"no memory for a cache of {positions} positions, {nbytes:,} bytes") from error
+            raise
         self._memory: tuple[Tensor, Tensor] | None = (keys, values)
         self._raw = (_raw(keys), _raw(values)) if device.type == "cpu" else None
 
@@ -125,10 +139,11 @@ class TorchStore:
         """Move at most one staged block to the device (engine thread); True when nothing is staged any more."""
         if self._staged:
             block = self._staged.popleft()
-            for side, array in zip(self._held(), (block.keys, block.values), strict=True):
-                place = side[block.layer, :, block.start : block.stop]
-                tensor = torch.from_numpy(_raw_numpy(array)).view(place.dtype)
-                place.copy_(tensor.to(self._device).transpose(0, 1))
+            with backend_errors("copying a block into place"):
+                for side, array in zip(self._held(), (block.keys, block.values), strict=True):
+                    place = side[block.layer, :, block.start : block.stop]
+                    tensor = torch.from_numpy(_raw_numpy(array)).view(place.dtype)
+                    place.copy_(tensor.to(self._device).transpose(0, 1))
         return not self._staged
 
     def seal(self, length: int) -> KvCache:
