@@ -43,6 +43,8 @@ class StoredCheckpoint:
         self._check_spare_head()
         for name, place in self.stored.items():
             yield name, self._value(name, place)  # no local holds it, so a tensor lives as long as its reader wants
+            file, tensor = place
+            file.let_go(tensor)
 
     def _value(self, name: str, place: Place) -> torch.Tensor:
         values = load(*place)

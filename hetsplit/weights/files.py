@@ -38,6 +38,12 @@ class TensorFile:
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
+    def let_go(self, tensor: StoredTensor) -> None:
+        """Give back the memory that reading a tensor took. Its bytes stay readable: they come from the disk again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.size - start)
+
 
 def map_file(path: Path) -> tuple[mmap.mmap, int]:
     """The file's bytes (a private mapping: writes never reach the disk) and its mtime in ns. Raises `ConfigError`."""

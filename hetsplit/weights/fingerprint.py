@@ -36,6 +36,7 @@ def _computed(stored: Stored) -> str:
         data = memoryview(file.data)[tensor.offset : tensor.offset + tensor.size]
         total.update(f"{name} {tensor.type} {tensor.shape}\n".encode())
         total.update(xxhash.xxh3_128_digest(data))
+        file.let_go(tensor)
     return total.hexdigest()
 
 
