@@ -41,15 +41,12 @@ def encode(message: Begin | Progress | Done) -> bytes:
             )
             return pb.TransferMessage(begin=body).SerializeToString()
         case Progress():
-            return pb.TransferMessage(progress=pb.Progress(ahead=message.ahead)).SerializeToString()
+            return pb.TransferMessage(
+                progress=pb.Progress(ahead=message.ahead, computed=message.computed)
+            ).SerializeToString()
         case Done():
             sums = [pb.LayerSum(positions=s.positions, blocks=s.blocks, digest=s.digest) for s in message.layers]
-            done = pb.Done(
-                layers=sums,
-                queue_s=message.queue_s,
-                prefill_s=message.prefill_s,
-                send_s=message.send_s,
-            )
+            done = pb.Done(layers=sums, queue_s=message.queue_s, prefill_s=message.prefill_s)
             return pb.TransferMessage(done=done).SerializeToString()
 
 
@@ -107,11 +104,12 @@ def _message(number: int, body: memoryview | int) -> Message | None:
         begin = pb.Begin.FromString(body.tobytes())
         return Begin(begin.transfer_id, begin.start, begin.stop, begin.dtype, begin.codec)
     if number == _PROGRESS:
-        return Progress(pb.Progress.FromString(body.tobytes()).ahead)
+        progress = pb.Progress.FromString(body.tobytes())
+        return Progress(progress.ahead, progress.computed)
     if number == _DONE:
         done = pb.Done.FromString(body.tobytes())
         sums = tuple(LayerSum(s.positions, s.blocks, s.digest) for s in done.layers)
-        return Done(sums, done.queue_s, done.prefill_s, done.send_s)
+        return Done(sums, done.queue_s, done.prefill_s)
     return None
 
 

@@ -103,9 +103,14 @@ class BlockFrame:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The sender is alive; `ahead` requests come before this one, 0 when it is being computed."""
+    """The sender is alive; `ahead` requests come before this one, 0 when it is being computed.
+
+    `computed` positions of the span have their keys and values in every layer. One also goes out when blocks follow
+    after a pause, so that the receiver can time them.
+    """
 
     ahead: int
+    computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,6 @@ class Done:
     layers: tuple[LayerSum, ...]
     queue_s: float
     prefill_s: float
-    send_s: float
 
 
 Message = Begin | BlockFrame | Progress | Done
@@ -212,9 +216,9 @@ class Sender(_Transfer):
         self._enter(Begin)
         return Begin(self.transfer_id, self.span.start, self.span.stop, self.layout.dtype.value)
 
-    def progress(self, ahead: int) -> Progress:
+    def progress(self, ahead: int, computed: int = 0) -> Progress:
         self._enter(Progress)
-        return Progress(ahead)
+        return Progress(ahead, computed)
 
     def blocks(self, block: KvBlock) -> Iterator[KvBlock]:
         """The block in pieces that each fit into one message."""
@@ -236,11 +240,11 @@ class Sender(_Transfer):
             self.bytes += keys.nbytes + values.nbytes
             yield piece
 
-    def done(self, *, queue_s: float, prefill_s: float, send_s: float) -> Done:
+    def done(self, *, queue_s: float, prefill_s: float) -> Done:
         self._enter(Done)
         if missing := self._coverage.missing():
             self._fail(f"done too early: {missing}")
-        return Done(tuple(s.total() for s in self._sums), queue_s, prefill_s, send_s)
+        return Done(tuple(s.total() for s in self._sums), queue_s, prefill_s)
 
 
 class Receiver(_Transfer):
@@ -252,6 +256,7 @@ class Receiver(_Transfer):
         super().__init__(transfer_id, span, layout)
         self.fill = fill
         self.done: Done | None = None
+        self.ahead = 0
         self._dtype = layout.dtype
 
     def feed(self, message: Message) -> None:
@@ -261,6 +266,8 @@ class Receiver(_Transfer):
                 self._begin(message)
             case BlockFrame():
                 self._block(message)
+            case Progress():
+                self._progress(message)
             case Done():
                 self._done(message)
 
@@ -294,6 +301,11 @@ class Receiver(_Transfer):
         keys, values = np.frombuffer(frame.payload, self._dtype.numpy).reshape(shape)
         self.fill.put(KvBlock(frame.layer, frame.start, keys, values))
 
+    def _progress(self, progress: Progress) -> None:
+        if progress.computed > len(self.span):
+            self._fail(f"Progress says {progress.computed} positions, the span has {len(self.span)}")
+        self.ahead = progress.ahead
+
     def _done(self, done: Done) -> None:
         if missing := self.fill.coverage.missing():
             self._fail(f"Done too early: {missing}")
@@ -302,7 +314,7 @@ class Receiver(_Transfer):
         for layer, (mine, theirs) in enumerate(zip(self._sums, done.layers, strict=True)):
             if mine.total() != theirs:
                 self._fail(f"layer {layer}: received {mine.total()}, the sender says {theirs}")
-        for name in ("queue_s", "prefill_s", "send_s"):
+        for name in ("queue_s", "prefill_s"):
             if not 0 <= getattr(done, name) < math.inf:
                 self._fail(f"Done says {name} {getattr(done, name)}, allowed: finite seconds of at least 0")
         self.done = done

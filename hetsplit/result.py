@@ -25,10 +25,15 @@ class Token:
 class Timing:
     """Where a request's time went, each phase measured by the side that runs it. Seconds, bytes.
 
-    `queue_s` waiting on both sides; `prefill_s` on the prefill side from its first unit of work to the last block;
-    `transfer_s` the time in which the sender had bytes under way; `exposed_transfer_s` the decode side's wait beyond
-    queue, prefill and one round trip; `first_token_s` from the request's arrival at the decode side to its first token;
-    `decode_s` from the first token to the last. `mode` is "split", "push" or "local", and `why` says what chose it.
+    `queue_s` waiting on both sides, time lost with prefill peers that failed included; `prefill_s` on the prefill side
+    from its first unit of work to the last block, without pauses for want of room for blocks not yet sent;
+    `transfer_s` the time in which the decode side was receiving blocks: for each message with blocks, the time since
+    the message before it came (the sender sends a small one ahead of blocks that follow after a pause, so waiting for
+    blocks that are not computed yet does not count); `exposed_transfer_s` the decode side's wait beyond queue, prefill
+    and one round trip (pull: that of a small call, measured beforehand; push: from reserving room to the sender's first
+    message, whatever the sender did meanwhile); `first_token_s` from the request's arrival at the decode side to its
+    first token; `decode_s` from the first token to the last. `mode` is "split", "push" or "local", and `why` says what
+    chose it.
     """
 
     queue_s: float = 0.0
@@ -41,6 +46,11 @@ class Timing:
     codec: str = "raw"
     mode: str = ""
     why: str = ""
+
+    @property
+    def link_rate(self) -> float | None:
+        """Bytes per second while blocks were under way; None where `transfer_s` is too short (1 ms) to tell."""
+        return self.sent_bytes / self.transfer_s if self.sent_bytes and self.transfer_s >= 1e-3 else None
 
 
 @dataclass(frozen=True, slots=True)

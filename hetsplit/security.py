@@ -1,14 +1,26 @@
-"""Who may talk to whom: addresses, tokens and certificate files, and the rule that nothing but loopback is open.
+"""Who may talk to whom: tokens and certificate files, and the rule that nothing but loopback is open.
 
 Owns the refusal to listen on or dial another address without TLS and a token. Knows no gRPC. Certificates are read,
 never made here.
 """
 
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hetsplit.address import is_local, parse_address
 from hetsplit.errors import ConfigError
+
+__all__ = [
+    "Credentials",
+    "ServerSecurity",
+    "check_dial",
+    "check_listen",
+    "check_token",
+    "is_local",
+    "parse_address",
+    "read_pem",
+    "read_token",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,42 +52,6 @@ def check_token(token: str | None, where: str) -> None:
     """Raises `ConfigError` for a token that is easily guessed or cannot travel in a header; None is no token."""
     if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token):
         raise ConfigError(f"{where}: expected at least 16 printable ASCII characters without spaces")
-
-
-def parse_address(text: str) -> tuple[str, int | None]:
-    """Host and port of `HOST:PORT` or `[IPv6]:PORT`; `("unix:PATH", None)` for a Unix socket. Raises `ConfigError`."""
-    if text.startswith("unix:"):
-        if len(text) == len("unix:"):
-            raise ConfigError(f"address {text!r}: the path of the Unix socket is missing")
-        return text, None
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    plain = text.isascii() and text.isprintable() and not any(c in " /" for c in text)
-    if not colon or not host or not plain or (not bracketed and any(c in ":[]" for c in host)):
-        raise ConfigError(f"address {text[:80]!r}: expected HOST:PORT, [IPv6]:PORT or unix:PATH")
-    if not port.isdigit() or len(port) > 5 or int(port) > 65535:
-        raise ConfigError(f"address {text[:80]!r}: port {port[:20]!r}, allowed: 0 to 65535")
-    if bracketed:
-        _check_ipv6(text, host[1:-1])
-    return host.strip("[]"), int(port)
-
-
-def _check_ipv6(text: str, host: str) -> None:
-    try:
-        ipaddress.IPv6Address(host)
-    except ValueError as error:
-        raise ConfigError(f"address {text!r}: {host!r} is no IPv6 address") from error
-
-
-def is_local(address: str) -> bool:
-    """Whether only this machine can reach the address: a Unix socket, or loopback."""
-    host, port = parse_address(address)
-    if port is None or host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_listen(address: str, security: ServerSecurity) -> None:

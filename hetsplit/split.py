@@ -5,9 +5,11 @@ engine objects in one process still talk through gRPC on loopback, so there is o
 """
 
 import logging
+import operator
+import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,11 +30,11 @@ from hetsplit.kv import prefill_span
 from hetsplit.protocol import Sender
 from hetsplit.result import Completion, Timing, Token
 from hetsplit.sampling import SamplingParams
-from hetsplit.security import Credentials, parse_address, read_pem
+from hetsplit.security import Credentials, ServerSecurity, parse_address, read_pem
 from hetsplit.wire import HEARTBEAT_S, Peer, Stream, Timeouts
 from hetsplit.worker import Worker
-from hetsplit.worker.prefill import MAX_CHUNK, PrefillSource, PrefillTask, check_prefill
-from hetsplit.worker.prefill import messages as transfer
+from hetsplit.worker.compute import named
+from hetsplit.worker.prefill import MAX_CHUNK, PrefillSource, PrefillTask, check_prefill, transfer
 from hetsplit.worker.service import describe
 
 log = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ def connect(
     """
     if mode not in MODES:
         raise ConfigError(f"mode {mode!r}, allowed: {', '.join(MODES)}")
-    if not isinstance(chunk, int) or not 1 <= chunk <= MAX_CHUNK:
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or not 1 <= chunk <= MAX_CHUNK:
         raise ConfigError(f"chunk {chunk!r}, allowed: 1 to {MAX_CHUNK}")
     if mode == "split" and prefill is None and not isinstance(decode, str):
         raise ConfigError("mode 'split' needs a prefill side; prefill is None")
@@ -78,6 +80,13 @@ def connect(
             f"allowed: at least {2 * HEARTBEAT_S:g}, since a busy side gives a sign of life each {HEARTBEAT_S:g} s"
         )
         raise ConfigError(f"silence_timeout_s {silence_timeout_s}, {allowed}")
+    for name, flag in (("mixed_weights", mixed_weights), ("insecure", insecure)):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name} {flag!r}, allowed: True, False")
+    if token is not None and not isinstance(token, str):
+        raise ConfigError(f"token is {type(token).__name__}, expected text or None")
+    if tls is not None and not isinstance(tls, str | Path | bytes):
+        raise ConfigError(f"tls {tls!r}, expected a PEM file, its bytes, or None")
     ca = read_pem(tls, "CA certificate") if isinstance(tls, str | Path) else tls
     return Split(
         prefill,
@@ -133,7 +142,10 @@ class Split:
         return self._start(request)
 
     def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> "Generation":
-        """Stream the answer to a conversation: mappings with `role` and `content`, rendered by the decode side."""
+        """Stream the answer to a conversation: mappings with `role` and `content`, rendered by the decode side.
+
+        Otherwise as `generate`.
+        """
         request = self._request(sampling)
         request.messages.extend(_chat_messages(messages))
         return self._start(request)
@@ -163,36 +175,56 @@ class Split:
         credentials: Credentials,
         timeouts: Timeouts,
     ) -> None:
-        own = Credentials()  # workers of this process listen on loopback
+        """Turn each side into an address; a prefill engine beside the address of a decode worker pushes.
+
+        Workers of this process listen on loopback, where any user could call them: they ask for a token of their own.
+        """
+        own = Credentials(token=secrets.token_hex(16))
+        guard = ServerSecurity(token=own.token)
+        engine = self._prefill_side(prefill)
+        if not isinstance(decode, str | Decoder):
+            raise ConfigError(f"decode is {decode!r}, expected an engine that decodes or an address")
+        if prefill is None and not isinstance(decode, str | LocalPrefill):
+            raise ConfigError(f"engine {decode.name} cannot prefill, a prefill side is needed; prefill is None")
+        if engine and not isinstance(decode, str):
+            worker = self._serve(Worker(engine, role="prefill", security=guard, timeouts=timeouts))
+            self._addresses = [worker.address]
         if isinstance(decode, str):
             self._decode = self._dial(decode, credentials, timeouts)
-        elif isinstance(decode, Decoder):
-            engines = prefill is not None and not _is_addresses(prefill)
-            dialling = own if engines else credentials
-            worker = Worker(decode, role="decode", any_prefill=True, credentials=dialling, timeouts=timeouts)
-            self._closing.append(worker.close)
+        else:
+            dialling = own if engine else credentials
+            worker = self._serve(
+                Worker(
+                    decode,
+                    role="decode",
+                    prefill=self._addresses,
+                    security=guard,
+                    credentials=dialling,
+                    timeouts=timeouts,
+                )
+            )
             self._decode = self._dial(worker.address, own, timeouts)
-        else:
-            raise ConfigError(f"decode is {decode!r}, expected an engine that decodes or an address")
-        if prefill is None:
-            if isinstance(decode, Decoder) and not isinstance(decode, LocalPrefill):
-                raise ConfigError(f"engine {decode.name} cannot prefill, a prefill side is needed; prefill is None")
-        elif _is_addresses(prefill):
-            self._addresses = [prefill] if isinstance(prefill, str) else list(prefill)  # type: ignore[arg-type]
-            if not self._addresses:
-                raise ConfigError("prefill is an empty list, expected an engine, an address, a list, or None")
-            for address in self._addresses:
-                parse_address(address)
-        elif not isinstance(prefill, Prefiller):
-            raise ConfigError(f"prefill is {prefill!r}, expected an engine that prefills, an address, a list, or None")
-        elif isinstance(decode, str):
-            self._push = _Pusher(prefill, self._decode, self._chunk)
+        if engine and isinstance(decode, str):
+            self._push = _Pusher(engine, self._decode, self._chunk)
             self._closing.append(self._push.close)
-        else:
-            peer = Worker(prefill, role="prefill", timeouts=timeouts)
-            self._closing.append(peer.close)
-            self._addresses = [peer.address]
         self._pair()
+
+    def _prefill_side(self, prefill: object) -> Prefiller | None:
+        """The engine, or None after keeping the addresses."""
+        if prefill is None or isinstance(prefill, Prefiller):
+            return prefill
+        if not _is_addresses(prefill):
+            raise ConfigError(f"prefill is {prefill!r}, expected an engine that prefills, an address, a list, or None")
+        self._addresses = [prefill] if isinstance(prefill, str) else list(prefill)  # type: ignore[call-overload]
+        if not self._addresses:
+            raise ConfigError("prefill is an empty list, expected an engine, an address, a list, or None")
+        for address in self._addresses:
+            parse_address(address)
+        return None
+
+    def _serve(self, worker: Worker) -> Worker:
+        self._closing.append(worker.close)
+        return worker
 
     def _dial(self, address: str, credentials: Credentials, timeouts: Timeouts) -> Peer:
         peer = Peer(address, credentials, timeouts)
@@ -206,9 +238,13 @@ class Split:
             request.push = True
             request.pushed.CopyFrom(self._push.description)
         self.description = self._decode.describe()
-        if self._mode != "local":
-            for text in self._decode.pair(request).warnings:
-                warnings.warn(text, stacklevel=5)
+        if self._mode == "local":
+            return
+        reply = self._decode.pair(request)
+        if self._mode == "split" and not (self._push or reply.prefill):
+            raise ConfigError("mode 'split' needs a prefill side; prefill is None and the decode worker knows none")
+        for text in reply.warnings:
+            warnings.warn(text, stacklevel=5)
 
     def _start(self, request: pb.GenerateRequest) -> "Generation":
         return Generation(self._decode.generate(request), self._push if request.mode == "push" else None)
@@ -233,18 +269,19 @@ class Generation(Iterator[Token]):
     """One running request. After the last token `timing` is filled; `close` (or leaving early) cancels everywhere.
 
     Iterating raises the error tree; a stream that ends without its last event is a `RemoteProtocolError`. A closed
-    generation has no further tokens. `on_progress`, where set, hears about once a second, until the first token, how
-    many requests are ahead.
+    generation has no further tokens. `on_progress(ahead, done, total)`, where set, hears about once a second until the
+    first token: how many requests are ahead, and how many positions of those to prefill have arrived.
     """
 
     def __init__(self, stream: Stream[pb.GenerateEvent], push: "_Pusher | None") -> None:
-        self.on_progress: Callable[[int], None] | None = None
+        self.on_progress: Callable[[int, int, int], None] | None = None
         self.timing: Timing | None = None
         self._stream = stream
         self._push = push
         self._pushing: _Pushing | None = None
         self._closed = False
         self._finish: str | None = None
+        self._begun = False
         first = next(stream, pb.GenerateEvent())
         if first.WhichOneof("event") != "accepted":
             self.close()
@@ -291,10 +328,11 @@ class Generation(Iterator[Token]):
         match event.WhichOneof("event"):
             case "token":
                 token = messages.token_from_pb(event.token)
-                self._finish = token.finish
+                self._finish, self._begun = token.finish, True
                 return token
-            case "progress" if self.on_progress:
-                self.on_progress(event.progress.ahead)
+            case "progress" if self.on_progress and not self._begun:
+                progress = event.progress
+                self.on_progress(progress.ahead, progress.done, progress.total)
             case "finished":
                 self.timing = messages.timing_from_pb(event.finished.timing)
             case "reserved" if self._push:
@@ -331,6 +369,7 @@ class _Pusher:
         self.source = PrefillSource(engine)
 
     def start(self, reserved: pb.Reserved, cancel: Callable[[], None]) -> "_Pushing":
+        """Push into the cache that was reserved; `cancel` ends the request should that fail."""
         tokens = tuple(reserved.tokens)
         task = PrefillTask(tokens, prefill_span(len(tokens)), self._chunk)
         return _Pushing(self, task, Sender(reserved.transfer_id, task.span, self.engine.layout), cancel)
@@ -368,8 +407,8 @@ class _Pushing:
             check_prefill(side.engine, task.tokens, task.span, task.chunk)
             side.source.submit(task)
             side.decode.push(transfer(side.source, task, self._sender, HEARTBEAT_S), self._started)
-        except HetsplitError as error:
-            self._error = error
+        except Exception as error:  # the top of a thread
+            self._error = named(error, "a push")
             self._cancel_request()
         finally:
             side.source.cancel(task)
@@ -391,18 +430,25 @@ def _valid(text: str, what: str) -> str:
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
-    if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+    if isinstance(prompt, bytes | Mapping | Set) or not hasattr(prompt, "__iter__"):
         raise RequestError(f"prompt is {type(prompt).__name__}, expected text or token ids")
-    ids = list(prompt)
-    for i, token in enumerate(ids):
-        if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token < 1 << 32:
-            raise RequestError(f"prompt[{i}] is {token!r}, expected a token id")
-    return [int(token) for token in ids]
+    return [_token_id(token, i) for i, token in enumerate(prompt)]
+
+
+def _token_id(token: object, i: int) -> int:
+    try:
+        number = operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if isinstance(token, bool) or not 0 <= number < 1 << 32:
+        raise RequestError(f"prompt[{i}] is {repr(token)[:80]}, expected a token id")
+    return number
 
 
 def _chat_messages(chat: Sequence[Mapping[str, str]]) -> list[pb.ChatMessage]:
-    if not chat or isinstance(chat, str | Mapping):
-        raise RequestError("messages: expected a non-empty list of mappings with role and content")
+    if not isinstance(chat, list | tuple) or not chat:
+        got = "an empty one" if isinstance(chat, list | tuple) else type(chat).__name__
+        raise RequestError(f"messages: expected a non-empty list of mappings with role and content, got {got}")
     for i, message in enumerate(chat):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):

@@ -1,7 +1,7 @@
 """Text to token ids and back: `Tokenizer`, the streaming `Detokenizer`, and `StopText` for stop strings.
 
 Owns when BOS goes in front, how messages become a prompt, and which text may be shown while tokens still arrive. Knows
-no file format (`tokenizer_files` does), no model and no request.
+no file format (`tokenizer_files` and `tokenizer_gguf` do), no model and no request.
 
 Invariants: text that was given out is never taken back. The deltas of a `Detokenizer`, joined, are `decode` of the same
 ids, byte for byte, whatever the ids. Each pushed token costs the same however long the text is. A `Tokenizer` never
@@ -25,7 +25,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hetsplit.errors import ConfigError, RequestError
-from hetsplit.tokenizer_files import Vocabulary, read_folder, read_gguf_metadata
+from hetsplit.tokenizer_files import Vocabulary, read_folder
+from hetsplit.tokenizer_gguf import read_gguf_metadata
 from hetsplit.weights.gguf import read_gguf
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

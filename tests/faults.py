@@ -45,7 +45,7 @@ def good_messages(
     messages: list[Message] = [sender.begin()]
     for block in engine.prefill(tokens, span, chunk=chunk, stop=threading.Event()):
         messages += [to_frame(piece) for piece in sender.blocks(block)]
-    return [*messages, sender.done(queue_s=0.0, prefill_s=0.0, send_s=0.0)]
+    return [*messages, sender.done(queue_s=0.0, prefill_s=0.0)]
 
 
 def at(index: int, **changes: object) -> Callable[[list[Message]], list[Message]]:
@@ -159,9 +159,13 @@ STREAMS: dict[str, tuple[Callable[[list[Message]], list[Message]], str]] = {
     "a block after Done": (lambda m: [*m, m[1]], "BlockFrame while the transfer is DONE"),
     "Progress after Done": (lambda m: [*m, Progress(0)], "Progress while the transfer is DONE"),
     "Begin after Done": (lambda m: [*m, m[0]], "Begin while the transfer is DONE"),
+    "more computed than asked": (
+        lambda m: [m[0], Progress(0, 10), *m[1:]],
+        "Progress says 10 positions, the span has 9",
+    ),
     "a clock that is no number": (at(-1, queue_s=math.nan), "queue_s nan"),
     "an endless clock": (at(-1, prefill_s=math.inf), "prefill_s inf"),
-    "a clock that runs backwards": (at(-1, send_s=-1.0), "send_s -1"),
+    "a clock that runs backwards": (at(-1, prefill_s=-1.0), "prefill_s -1"),
 }
 
 

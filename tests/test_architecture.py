@@ -2,7 +2,9 @@
 
 import ast
 import re
+import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ LAYERS = {
     "spec": 0,
     "result": 0,
     "_pb": 0,
+    "address": 1,
     "kv": 1,
     "sampling": 1,
     "planner": 1,
@@ -28,6 +31,7 @@ LAYERS = {
     "cachefile": 2,
     "tokenizer": 2,
     "tokenizer_files": 2,
+    "tokenizer_gguf": 2,
     "model": 2,
     "weights": 2,
     "messages": 3,
@@ -54,8 +58,9 @@ SIDEWAYS = {
     ("spec", "errors"),  # it refuses what is not supported
     ("frames", "protocol"),  # the bytes of the protocol's messages
     ("tokenizer", "tokenizer_files"),
+    ("tokenizer", "tokenizer_gguf"),
     ("tokenizer", "weights"),  # GGUF metadata
-    ("tokenizer_files", "weights"),
+    ("tokenizer_gguf", "tokenizer_files"),
     ("wire", "security"),  # gRPC credentials are made from its keys and rules
     ("cli", "server"),  # the command line starts the others
     ("cli", "bench"),
@@ -184,6 +189,23 @@ def test_every_library_that_is_imported_is_declared() -> None:
     used = {name.split(".")[0] for node in nodes for name in imported(node) if not name.startswith(".")}
     used -= sys.stdlib_module_names | {"hetsplit"}
     assert {DISTRIBUTIONS.get(name, name) for name in used} <= declared
+
+
+def test_the_guide_names_every_room() -> None:
+    guide = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    rooms = {module.split(".")[0] for module in modules()} - {"", "__main__"}
+    assert sorted(room for room in rooms if f"`{room}`" not in guide) == []
+
+
+@pytest.mark.e2e
+def test_the_source_distribution_holds_what_its_tests_import(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    subprocess.run(line, cwd=ROOT.parent, check=True, capture_output=True, timeout=60)
+    (file,) = tmp_path.iterdir()
+    with tarfile.open(file) as archive:
+        packed = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {"benchmarks/record.py", "tests/models.py", "hetsplit/cli.py", "Makefile", "constraints.txt"} <= packed
+    assert not [name for name in packed if "__pycache__" in name]
 
 
 def test_every_module_was_looked_at() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 from hetsplit import connect
+from hetsplit._pb import hetsplit_pb2 as pb
 from hetsplit.engines import StepResult
 from hetsplit.errors import (
+    AuthError,
     CapacityError,
     ConfigError,
     EngineError,
@@ -28,9 +31,10 @@ from hetsplit.errors import (
     RequestError,
 )
 from hetsplit.kv import KvBlock
+from hetsplit.security import Credentials, ServerSecurity
 from hetsplit.spec import KvLayer, KvLayout
 from hetsplit.split import Generation, Split
-from hetsplit.wire import Server, Timeouts
+from hetsplit.wire import Peer, Server, Timeouts
 from hetsplit.worker import Worker
 from tests.faults import HostilePrefill, silent_script, stream_script
 from tests.toy import LAYERS, ToyEngine, eventually, reference
@@ -192,7 +196,12 @@ def test_one_requests_bad_value_hurts_no_other() -> None:
             assert joined.complete(P40, max_tokens=4, **options).ids == ids(P40, 4)
 
 
-BAD_PROMPTS = {
+BAD_PROMPTS: dict[str, tuple[Any, str]] = {
+    "a matrix": (np.array([[1, 2], [3, 4]]), r"prompt\[0\] is array\(\[1, 2\]\), expected a token id"),
+    "a column": (np.array([[1], [2]]), r"prompt\[0\] is array\(\[1\]\), expected a token id"),
+    "a mapping": ({1: 2}, "prompt is dict, expected text or token ids"),
+    "a set": ({1, 2}, "prompt is set, expected text or token ids"),
+    "a huge number": ([10**30], r"prompt\[0\] is 1000"),
     "no ids": ([], "an empty prompt"),
     "no text": ("", "an empty prompt"),
     "bytes": (b"abc", "prompt is bytes, expected text or token ids"),
@@ -216,7 +225,9 @@ def test_a_bad_prompt_is_refused_at_the_call(name: str) -> None:
         joined.generate(prompt)
 
 
-BAD_CHATS = [
+BAD_CHATS: list[Any] = [
+    5,
+    None,
     [],
     "hi",
     {"role": "user", "content": "hi"},
@@ -780,6 +791,7 @@ BAD_CONNECTS: dict[str, tuple[tuple[Any, Any], dict[str, Any], str]] = {
     "an empty list": (([], ToyEngine()), {}, "prefill is an empty list"),
     "a list of engines": (([ToyEngine()], ToyEngine()), {}, "expected an engine that prefills"),
     "no decode": ((ToyEngine(), None), {}, "decode is None"),
+    "addresses that may not be dialled": ((["10.0.0.2:1"], ToyEngine()), {}, "refusing to dial 10.0.0.2:1"),
     "a number": ((5, ToyEngine()), {}, "prefill is 5"),
     "a bad prefill address": (("nonsense", ToyEngine()), {}, "address 'nonsense': expected HOST:PORT"),
     "a bad second address": ((["127.0.0.1:1", "x:y"], ToyEngine()), {}, "address 'x:y'"),
@@ -792,6 +804,11 @@ BAD_CONNECTS: dict[str, tuple[tuple[Any, Any], dict[str, Any], str]] = {
         {"silence_timeout_s": 1},
         "silence_timeout_s 1, allowed: at least 2",
     ),
+    "a token that is no text": ((None, ToyEngine()), {"token": 5}, "token is int, expected text or None"),
+    "tls that is no file": ((None, ToyEngine()), {"tls": 5}, "tls 5, expected a PEM file, its bytes, or None"),
+    "mixed_weights": ((None, ToyEngine()), {"mixed_weights": "yes"}, "mixed_weights 'yes', allowed: True, False"),
+    "insecure": ((None, ToyEngine()), {"insecure": 1}, "insecure 1, allowed: True, False"),
+    "chunk True": ((None, ToyEngine()), {"chunk": True}, "chunk True, allowed"),
     "token": ((None, ToyEngine()), {"token": ""}, "token: expected at least 16"),
     "tls file": ((None, ToyEngine()), {"tls": "/no/such.pem"}, "CA certificate /no/such.pem"),
 }
@@ -826,13 +843,13 @@ def test_mode_local_asks_nobody() -> None:
         assert joined.complete(P40, max_tokens=3).ids == ids(P40, 3)
 
 
-def test_mode_split_without_a_prefill_side_is_told_at_the_call() -> None:
-    with (
-        Worker(ToyEngine(), role="decode") as worker,
-        connect(None, worker.address, mode="split") as joined,
-        pytest.raises(RequestError, match="mode 'split' without a prefill worker"),
-    ):
-        joined.generate(P40)
+def test_mode_split_without_a_prefill_side_is_told_at_connect() -> None:
+    with Worker(ToyEngine(), role="decode") as worker:
+        with pytest.raises(ConfigError, match="mode 'split' needs a prefill side.*the decode worker knows none"):
+            connect(None, worker.address, mode="split")
+    for way in ("own", "push", "addresses"):
+        with split(way, ToyEngine(), ToyEngine(), mode="split") as joined:
+            assert joined.complete(P40, max_tokens=3).ids == ids(P40, 3)
 
 
 def test_a_description_of_the_decode_side() -> None:
@@ -852,6 +869,7 @@ def test_timing_is_filled(way: str) -> None:
         timing = joined.complete(P40, max_tokens=8).timing
         wall_s = time.monotonic() - start
         single = joined.complete([5], max_tokens=1).timing
+        both_s = time.monotonic() - start
     assert timing.mode == mode
     assert timing.why
     assert 0 <= timing.queue_s < wall_s
@@ -866,7 +884,7 @@ def test_timing_is_filled(way: str) -> None:
         assert timing.sent_bytes == ToyEngine().layout.span_bytes(39)
         assert 0 < timing.transfer_s < wall_s
     assert single.sent_bytes == 0
-    assert 0 < single.first_token_s < wall_s
+    assert 0 < single.first_token_s < both_s - wall_s
 
 
 def test_waiting_for_others_is_queue_time() -> None:
@@ -884,6 +902,206 @@ def test_waiting_for_others_is_queue_time() -> None:
     waits = sorted((timing.queue_s, timing.prefill_s) for timing in timings if timing)
     assert waits[0][1] > 0.2  # one computes behind the gate
     assert waits[1][0] > 0.2  # the other waits for it
+
+
+class Throttle:
+    """A TCP proxy to `address` that lets so many bytes per second through, `down` to whoever dialled, and `up`."""
+
+    def __init__(self, address: str, *, up: float | None = None, down: float | None = None) -> None:
+        host, _, port = address.rpartition(":")
+        self._target, self._up, self._down = (host, int(port)), up, down
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                for ends in ((near, far, self._up), (far, near, self._down)):
+                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket, rate: float | None) -> None:
+        due = 0.0
+        with contextlib.suppress(OSError), source, target:
+            while data := source.recv(16384):
+                target.sendall(data)
+                if rate:
+                    due = max(due, time.monotonic() - 0.02) + len(data) / rate  # may catch up on a late wake-up
+                    threading.Event().wait(max(0.0, due - time.monotonic()))
+
+    def __enter__(self) -> "Throttle":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+
+@pytest.mark.parametrize(("megabytes", "rate"), [(1, 4e6), (12, 12e6)])
+@pytest.mark.parametrize("way", ["pull", "push"])
+def test_the_link_rate_is_the_links(megabytes: int, rate: float, way: str) -> None:
+    """A sender's own clock sees only how fast its system's buffers take the bytes."""
+    layout = ToyEngine().layout
+    n = int(megabytes * 1e6 / layout.span_bytes(1)) + 1
+    prompt = [i % 97 for i in range(n)]
+    facts = {"context": n + 1, "capacity": 2 * n}
+    prefill, decode = ToyEngine(device="toy:0", **facts), ToyEngine(device="toy:1", **facts)
+    with contextlib.ExitStack() as stack:
+        if way == "pull":
+            worker = stack.enter_context(Worker(prefill, role="prefill"))
+            link = stack.enter_context(Throttle(worker.address, down=rate))
+            joined = stack.enter_context(connect(link.address, decode, chunk=4096))
+        else:
+            worker = stack.enter_context(Worker(decode, role="decode"))
+            link = stack.enter_context(Throttle(worker.address, up=rate))
+            joined = stack.enter_context(connect(prefill, link.address, chunk=4096))
+        timing = joined.complete(prompt, max_tokens=1).timing
+    assert timing.sent_bytes == layout.span_bytes(n - 1)
+    assert timing.link_rate == pytest.approx(rate, rel=0.3)
+
+
+def test_waiting_for_blocks_is_no_transfer_time() -> None:
+    prefill, decode = two()
+    prefill.gate_at = 6
+    with split("addresses", prefill, decode, chunk=8) as joined:
+        timer = threading.Timer(0.4, prefill.gate.set)
+        reader = Reader(joined.generate(P40, max_tokens=1))
+        assert eventually(lambda: not prefill.gate.is_set())
+        timer.start()
+        reader.join(5)
+        timer.join()
+    timing = reader.generation.timing
+    assert timing is not None
+    assert timing.prefill_s > 0.4
+    assert 0 < timing.transfer_s < 0.2
+
+
+@pytest.mark.parametrize("way", ["pull", "push", "local"])
+def test_progress_until_the_first_token(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetsplit.worker.service.HEARTBEAT_S", 0.02)
+
+    class Slow(ToyEngine):
+        def step(self, rows: Any) -> StepResult:
+            threading.Event().wait(0.05)
+            return super().step(rows)
+
+    prefill, decode = ToyEngine(device="toy:0", unit_s=0.02), Slow(device="toy:1", unit_s=0.02)
+    with split(way, prefill, decode, chunk=2) as joined:
+        generation = joined.generate(P40, max_tokens=2)
+        told: list[tuple[int, int, int]] = []
+        generation.on_progress = lambda *progress: told.append(progress)
+        assert next(generation).id == ids(P40, 1)[0]
+        count = len(told)
+        assert [token.id for token in generation] == ids(P40, 2)[1:]
+    assert len(told) == count > 5
+    assert {(ahead, total) for ahead, _, total in told} == {(0, 39)}
+    done = [done for _, done, _ in told]
+    assert done == sorted(done)
+    assert done[0] < 20
+    assert any(10 < count < 39 for count in done)
+
+
+def test_progress_says_who_is_ahead_on_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("service", "prefill"):
+        monkeypatch.setattr(f"hetsplit.worker.{module}.HEARTBEAT_S", 0.02, raising=False)
+    prefill, decode = ToyEngine(device="toy:0", unit_s=0.01, context=4096), ToyEngine(device="toy:1", context=4096)
+    with split("addresses", prefill, decode, chunk=8) as joined:
+        first = Reader(joined.generate(P40 * 10, max_tokens=1))
+        assert eventually(lambda: prefill.prefilled_units)
+        second = joined.generate(P40, max_tokens=1)
+        told: list[int] = []
+        second.on_progress = lambda ahead, done, total: told.append(ahead)
+        assert second.completion().ids == ids(P40, 1)
+        first.join(5)
+    assert told[0] in (0, 1)
+    assert 1 in told
+
+
+def test_a_peer_that_fails_first_is_no_exposed_transfer() -> None:
+    decode = ToyEngine()
+
+    def slowly(request: Any, call: Any) -> Iterator[bytes]:
+        threading.Event().wait(0.3)
+        raise PeerFailed("broken")
+        yield b""
+
+    server = Server("127.0.0.1:0", HostilePrefill(decode, slowly))
+    with Worker(ToyEngine(), role="prefill") as alive, connect([server.address, alive.address], decode) as joined:
+        timing = joined.complete(P40, max_tokens=1).timing
+    assert timing.queue_s > 0.28
+    assert timing.exposed_transfer_s < 0.25
+    server.close(0)
+
+
+def test_a_push_counts_its_round_trip() -> None:
+    """The reservation travels to the sender, and its first message back: no block is under way then."""
+    prefill, decode = two()
+    with Worker(decode, role="decode") as worker, connect(prefill, worker.address) as joined:
+        assert joined._push is not None
+        start = joined._push.start
+
+        def late(*args: Any, **options: Any) -> Any:
+            threading.Event().wait(0.3)
+            return start(*args, **options)
+
+        joined._push.start = late  # type: ignore[method-assign]
+        timing = joined.complete(P40, max_tokens=1).timing
+    assert timing.first_token_s > 0.3
+    assert timing.exposed_transfer_s < 0.2
+
+
+# Who else is on this machine.
+
+
+def listening(joined: Split) -> list[str]:
+    return [joined._decode.address, *joined._addresses]
+
+
+@pytest.mark.parametrize("way", ["local", "pull", "engine+address"])
+def test_nobody_else_may_use_this_processes_workers(way: str) -> None:
+    """They hold the user's credentials, and any user of the machine can reach loopback."""
+    secret = "the-users-own-token"
+    called: list[str] = []
+    with split(way, ToyEngine(), ToyEngine(), token=secret) as joined:
+        stranger = HostilePrefill(ToyEngine(), lambda request, call: called.append("prefill") or ())
+        trap = Server("127.0.0.1:0", stranger)
+        own = listening(joined)[:1] if way == "engine+address" else listening(joined)
+        for address in own:
+            for credentials in (Credentials(), Credentials(token=secret)):
+                peer = Peer(address, credentials)
+                for target in (trap.address, "203.0.113.7:5"):
+                    with pytest.raises(AuthError):
+                        peer.pair(pb.PairRequest(prefill=[target]))
+                peer.close()
+        assert joined.complete(P40, max_tokens=2).ids == ids(P40, 2)
+        trap.close(0)
+
+
+def test_this_processes_decode_worker_dials_what_it_was_given_only() -> None:
+    with split("engine+address", ToyEngine(), ToyEngine()) as joined:
+        with pytest.raises(RequestError, match="does not dial 203.0.113.7:5"):
+            joined._decode.pair(pb.PairRequest(prefill=["203.0.113.7:5"]))
+
+
+def test_the_users_credentials_reach_the_prefill_side() -> None:
+    secret = "the-users-own-token"
+    with Worker(ToyEngine(), role="prefill", security=ServerSecurity(token=secret)) as worker:
+        with connect(worker.address, ToyEngine(), token=secret) as joined:
+            assert joined.complete(P40, max_tokens=2).ids == ids(P40, 2)
+        with pytest.raises(AuthError):
+            connect(worker.address, ToyEngine())
+
+
+def test_as_many_pushes_as_are_admitted() -> None:
+    """Each takes two calls."""
+    prefill, decode = two()
+    decode.capacity = 10**6
+    with split("push", prefill, decode) as joined:
+        with ThreadPoolExecutor(120) as pool:
+            results = list(pool.map(lambda i: joined.complete(P40[: 4 + i % 9], max_tokens=2).ids, range(120)))
+    assert results == [ids(P40[: 4 + i % 9], 2) for i in range(120)]
 
 
 # Engines that fail.
@@ -988,7 +1206,6 @@ def test_logits_that_are_no_numbers_hurt_only_their_own_request() -> None:
 
 def test_a_decode_worker_that_cuts_its_stream() -> None:
     """A stream of tokens that just ends is no completed request."""
-    from hetsplit._pb import hetsplit_pb2 as pb
     from hetsplit.errors import RemoteProtocolError
 
     class Cutting(HostilePrefill):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from hetsplit.errors import ConfigError, RequestError
 from hetsplit.tokenizer import StopText, Tokenizer, load_tokenizer, tokenizer_from_gguf
-from hetsplit.tokenizer_files import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from hetsplit.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from hetsplit.weights.gguf import read_gguf
 
 # Recorded from transformers. `digits` holds texts where its GGUF loader differs from the model: it overlooks that the

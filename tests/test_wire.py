@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import gc
 import ipaddress
+import re
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from grpc._cython import cygrpc
 
 from hetsplit import errors
 from hetsplit._pb import hetsplit_pb2 as pb
@@ -37,7 +39,7 @@ from hetsplit.errors import (
 )
 from hetsplit.protocol import MESSAGE_BYTES, Begin, Message, Progress
 from hetsplit.security import Credentials, ServerSecurity
-from hetsplit.wire import REQUEST_BYTES, TRAVELS, Call, Peer, Server, Silence, Timeouts
+from hetsplit.wire import REQUEST_BYTES, TRAVELS, Call, Peer, Server, Silence, Timeouts, server
 from tests.faults import to_bytes
 from tests.toy import eventually
 
@@ -92,7 +94,7 @@ def push(peer: Peer, messages: Iterator[bytes]) -> None:
 
 
 def event(ahead: int = 0) -> pb.GenerateEvent:
-    return pb.GenerateEvent(progress=pb.Progress(ahead=ahead))
+    return pb.GenerateEvent(progress=pb.RequestProgress(ahead=ahead))
 
 
 # Errors that travel.
@@ -307,7 +309,7 @@ def test_a_port_in_use_is_refused(first: str, second: str) -> None:
     with joined(address=f"{first}:0") as peer:
         address = f"{second}:{peer.address.rpartition(':')[2]}"
         start = time.monotonic()
-        with pytest.raises(ConfigError, match=f"cannot listen on {address.replace('[', '.')}: address in use"):
+        with pytest.raises(ConfigError, match=f"cannot listen on {address.replace('[', '.')}: (?i:address already in use)"):
             Server(address, Echo(), ServerSecurity(insecure=True))
         assert time.monotonic() - start < 5
         assert peer.describe().model == "echo"
@@ -326,15 +328,15 @@ def test_a_unix_socket_in_use_is_refused_and_a_stale_one_is_not(tmp_path: Path) 
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(tmp_path / "w.sock"))
     with joined(address=address) as peer:
-        with pytest.raises(ConfigError, match=r"w.sock: address in use"):
+        with pytest.raises(ConfigError, match=r"w.sock: (?i:address already in use)"):
             Server(address, Echo())
         assert peer.describe().model == "echo"
 
 
 BAD_LISTENS = [
-    ("unix:/no/such/folder/w.sock", "no folder for the socket"),
+    ("unix:/no/such/folder/w.sock", "is no folder that can be written"),
     ("unix:/tmp/" + "x" * 200, "over 107 bytes"),
-    ("203.0.113.7:0", "not of this machine"),
+    ("203.0.113.7:0", "Cannot assign requested address"),
     ("nonsense", "expected HOST:PORT"),
 ]
 
@@ -840,3 +842,69 @@ def test_silence_fires_once_and_only_when_nothing_moved() -> None:
     assert not threading.Event().wait(0.1)
     assert fired.is_set()
     assert not other.expired
+
+
+def test_a_silence_that_is_closed_starts_no_other_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if that happens while it is winding up."""
+    silence = Silence(10, lambda: None)
+    arm = silence._arm
+
+    def winding(delay_s: float) -> None:
+        closing.start()
+        closing.join(0.2)
+        arm(delay_s)
+
+    closing = threading.Thread(target=silence.close)
+    monkeypatch.setattr(silence, "_arm", winding)
+    silence._check()
+    closing.join(2)
+    assert silence._timer.finished.is_set()
+
+
+def test_an_address_is_no_reason(tmp_path: Path) -> None:
+    """Only gRPC's own words make an AuthError of a connection that fails."""
+    for address in (f"unix:{tmp_path}/ssl.sock", f"unix:{tmp_path}/Tls handshake failed", "ssl-certificate.invalid:5"):
+        peer = Peer(address, Credentials(insecure=True))
+        with pytest.raises(PeerUnavailable):
+            peer.describe()
+        peer.close()
+
+
+def test_what_a_pushs_source_raises_that_is_not_ours(caplog: pytest.LogCaptureFixture) -> None:
+    def messages() -> Iterator[bytes]:
+        yield to_bytes(Progress(1))
+        raise OSError("the driver is gone")
+
+    with joined(push=lambda messages, call: list(messages)) as peer, pytest.raises(OSError, match="driver is gone"):
+        push(peer, messages())
+    assert not caplog.records
+
+
+def test_a_server_that_refuses_lets_running_calls_end() -> None:
+    release, inside = threading.Event(), threading.Event()
+
+    def waiting(request: object, call: Call) -> Iterator[pb.GenerateEvent]:
+        inside.set()
+        release.wait(10)
+        yield event()
+
+    server = Server("127.0.0.1:0", Echo(generate=waiting))
+    peer = Peer(server.address)
+    stream = peer.generate(pb.GenerateRequest())
+    assert inside.wait(2)
+    server.refuse()
+    with pytest.raises(PeerUnavailable):
+        peer.describe()
+    release.set()
+    assert len(list(stream)) == 1
+    peer.close()
+    server.close(0)
+
+
+def test_every_option_is_one_that_grpc_has() -> None:
+    """It ignores a name that it does not know, and with it whatever we relied on."""
+    sources = "".join(path.read_text() for path in Path(server.__file__).parent.glob("*.py"))
+    names = re.findall(r'"(grpc\.[a-z0-9_.]+)"', sources)
+    library = Path(cygrpc.__file__).read_bytes()
+    assert len(names) > 10
+    assert [name for name in names if name.encode() + b"\0" not in library] == []

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hetsplit import frames
@@ -31,12 +30,13 @@ from hetsplit.protocol import MESSAGE_BYTES, Begin, BlockFrame, Done, Progress, 
 from hetsplit.result import Token
 from hetsplit.sampling import SamplingParams
 from hetsplit.security import Credentials, ServerSecurity
-from hetsplit.wire import Peer, Timeouts
-from hetsplit.worker import Worker
+from hetsplit.wire import Peer, Timeouts, server
+from hetsplit.worker import Worker, decode
 from hetsplit.worker.compute import ComputeThread
-from hetsplit.worker.decode import DecodeSource, Finished, Request
+from hetsplit.worker.decode import Arrival, DecodeSource
 from hetsplit.worker.fill import Push
-from hetsplit.worker.prefill import MAX_CHUNK, PrefillSource, PrefillTask, check_prefill, messages
+from hetsplit.worker.prefill import MAX_CHUNK, PrefillSource, PrefillTask, check_prefill, transfer
+from hetsplit.worker.request import Finished, Request
 from hetsplit.worker.service import describe
 from tests.faults import good_messages
 from tests.toy import LAYERS, ToyEngine, eventually, reference
@@ -156,6 +156,21 @@ def test_detach_waits_for_the_last_unit() -> None:
     timer.join()
 
 
+def test_detach_gives_up_on_a_unit_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hetsplit.worker.compute.CLOSE_S", 0.1)
+    source = Units(1)
+    source.held.clear()
+    thread = ComputeThread.attach(On("toy"), source)
+    assert eventually(lambda: source.threads)
+    start = time.monotonic()
+    thread.detach(source)
+    assert time.monotonic() - start < 2
+    assert "still runs after 0.1 s" in caplog.text
+    source.held.set()
+
+
 def test_detaching_twice_leaves_the_next_thread_alone() -> None:
     """Else closing a worker a second time gives the next two workers a thread each for one CPU."""
     first, second, third = Units(), Units(2), Units(2)
@@ -204,9 +219,9 @@ def task(prompt: Sequence[int] = P40, chunk: int = 1) -> PrefillTask:
     return PrefillTask(tuple(prompt), range(len(prompt) - 1), chunk)
 
 
-def transfer(source: PrefillSource, item: PrefillTask, engine: ToyEngine) -> Iterator[bytes]:
+def submitted(source: PrefillSource, item: PrefillTask, engine: ToyEngine) -> Iterator[bytes]:
     source.submit(item)
-    return messages(source, item, Sender("t", item.span, engine.layout), 0.05)
+    return transfer(source, item, Sender("t", item.span, engine.layout), 0.05)
 
 
 def settled(engine: ToyEngine, seconds: float = 2.0) -> int:
@@ -220,7 +235,7 @@ def settled(engine: ToyEngine, seconds: float = 2.0) -> int:
 
 
 def test_a_transfer_from_submit_to_done(source: PrefillSource, engine: ToyEngine) -> None:
-    parts = [m for data in transfer(source, task(chunk=7), engine) for m in frames.decode(data)]
+    parts = [m for data in submitted(source, task(chunk=7), engine) for m in frames.decode(data)]
     assert isinstance(parts[0], Begin)
     assert isinstance(parts[-1], Done)
     blocks = [m for m in parts if isinstance(m, BlockFrame)]
@@ -231,7 +246,7 @@ def test_a_transfer_from_submit_to_done(source: PrefillSource, engine: ToyEngine
 
 
 def test_blocks_that_wait_are_joined(source: PrefillSource, engine: ToyEngine) -> None:
-    stream = transfer(source, task(P40[:6], chunk=1), engine)
+    stream = submitted(source, task(P40[:6], chunk=1), engine)
     next(stream)
     assert settled(engine) == 5 * LAYERS
     (data, done) = list(stream)
@@ -242,7 +257,7 @@ def test_blocks_that_wait_are_joined(source: PrefillSource, engine: ToyEngine) -
 
 def test_nothing_waits_for_a_block_that_is_not_computed_yet(source: PrefillSource, engine: ToyEngine) -> None:
     engine.gate_at = 2
-    stream = transfer(source, task(), engine)
+    stream = submitted(source, task(), engine)
     next(stream)
     assert eventually(lambda: not engine.gate.is_set())
     assert [m.layer for m in frames.decode(next(stream)) if isinstance(m, BlockFrame)] == [0, 1]
@@ -255,7 +270,7 @@ def test_staging_is_bounded_in_bytes(source: PrefillSource, engine: ToyEngine) -
     source.submit(slow)
     assert settled(engine) == 20
     assert slow.staged_bytes == 20 * BLOCK_BYTES
-    quick = [m for data in transfer(source, task(P40[:5]), engine) for m in frames.decode(data)]
+    quick = [m for data in submitted(source, task(P40[:5]), engine) for m in frames.decode(data)]
     assert isinstance(quick[-1], Done)
     assert slow.staged_bytes == 20 * BLOCK_BYTES
     source.cancel(slow)
@@ -269,12 +284,12 @@ def test_staging_is_bounded_over_all_receivers(source: PrefillSource, engine: To
     assert settled(engine) <= 40 + 1
     for item in slow:
         source.cancel(item)
-    later = [m for data in transfer(source, task(P40[:5]), engine) for m in frames.decode(data)]
+    later = [m for data in submitted(source, task(P40[:5]), engine) for m in frames.decode(data)]
     assert isinstance(later[-1], Done)
 
 
 def test_what_is_being_sent_still_counts(source: PrefillSource, engine: ToyEngine) -> None:
-    stream = transfer(source, task(), engine)
+    stream = submitted(source, task(), engine)
     next(stream)
     before = settled(engine)
     next(stream)  # a first message is on its way
@@ -285,7 +300,7 @@ def test_what_is_being_sent_still_counts(source: PrefillSource, engine: ToyEngin
 def test_a_slow_receiver_gets_everything_in_the_end(source: PrefillSource, engine: ToyEngine) -> None:
     """The bound is below the size of one transfer."""
     count = 0
-    for data in transfer(source, task(), engine):
+    for data in submitted(source, task(), engine):
         count += sum(isinstance(m, BlockFrame) for m in frames.decode(data))
         threading.Event().wait(0.001)
     assert count == 39 * LAYERS
@@ -294,15 +309,17 @@ def test_a_slow_receiver_gets_everything_in_the_end(source: PrefillSource, engin
 
 def test_a_stuck_engine_sends_no_sign_of_life_and_a_busy_one_does(source: PrefillSource, engine: ToyEngine) -> None:
     engine.gate.clear()
-    first = transfer(source, task(), engine)
+    first = submitted(source, task(), engine)
     assert isinstance(frames.decode(next(first))[0], Begin)
+    assert eventually(lambda: engine.running_prefills)
     got: list[Any] = []
     reader = threading.Thread(target=lambda: got.extend(frames.decode(next(first))))
     reader.start()
     assert not eventually(lambda: got, 0.3)
     engine.gate.set()
     reader.join(2)
-    assert isinstance(got[0], BlockFrame)
+    assert isinstance(got[0], Progress)  # blocks follow
+    assert isinstance(frames.decode(next(first))[0], BlockFrame)
     first.close()  # type: ignore[attr-defined]
 
 
@@ -311,16 +328,17 @@ def test_a_waiting_prompt_is_told_how_many_are_ahead(source: PrefillSource, engi
     for item in slow:
         source.submit(item)
     settled(engine)
-    waiting = transfer(source, task(), engine)
+    waiting = submitted(source, task(), engine)
     assert isinstance(frames.decode(next(waiting))[0], Begin)
     source.wake()
-    assert frames.decode(next(waiting)) == [Progress(2)]
+    assert frames.decode(next(waiting)) == [Progress(2, 0)]
     assert source.live == 3
     source.cancel(slow[0])
     assert eventually(lambda: source.live == 2)
     for item in slow:
         source.cancel(item)
-    assert isinstance(frames.decode(next(waiting))[0], BlockFrame)
+    later = itertools.chain.from_iterable(map(frames.decode, waiting))
+    assert isinstance(next(message for message in later if not isinstance(message, Progress)), BlockFrame)
     waiting.close()  # type: ignore[attr-defined]
 
 
@@ -340,7 +358,7 @@ def test_a_cancelled_prompt_leaves_the_queue_wherever_it_stands(source: PrefillS
 
 
 def test_closing_a_transfer_stops_its_prefill(source: PrefillSource, engine: ToyEngine) -> None:
-    stream = transfer(source, task(), engine)
+    stream = submitted(source, task(), engine)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert eventually(lambda: source.live == 0 and engine.running_prefills == 0)
@@ -386,6 +404,71 @@ def test_one_prompts_engine_error_is_its_own(source: PrefillSource) -> None:
     with pytest.raises(CapacityError, match="no device memory for 7"):
         bad.take(2)
     assert eventually(lambda: good.staged_bytes == 12 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("where", ["first", "later", "block", "close"])
+def test_whatever_an_engine_raises_fails_its_own_prompt_only(source: PrefillSource, where: str) -> None:
+    engine = source._engine
+    original = engine.prefill
+
+    def prefill(tokens: Any, span: range, **options: Any) -> Any:
+        return broken(original(tokens, span, **options)) if len(tokens) == 7 else original(tokens, span, **options)
+
+    def broken(blocks: Iterator[Any]) -> Iterator[Any]:
+        if where == "first":
+            raise OSError("the driver is gone")
+        yield next(blocks)
+        if where == "later":
+            raise OSError("the driver is gone")
+        if where == "block":
+            yield None.__class__
+        try:
+            yield next(blocks)
+        except GeneratorExit:
+            raise OSError("the driver is gone") from None
+
+    engine.prefill = prefill  # type: ignore[method-assign]
+    before, bad, after = task(P40[:5]), task(P40[:7]), task(P40[:5])
+    engine.gate.clear()  # type: ignore[attr-defined]
+    for item in (before, bad, after):
+        source.submit(item)
+    if where == "close":
+        engine.gate.set()  # type: ignore[attr-defined]
+        assert eventually(lambda: bad.staged_bytes)
+        source.cancel(bad)
+        assert eventually(lambda: source.live == 2)
+    else:
+        engine.gate.set()  # type: ignore[attr-defined]
+        with pytest.raises(
+            EngineError, match=r"a prefill failed: (OSError\('the driver is gone|AttributeError)"
+        ) as info:
+            while bad.take(2) is not None:
+                pass
+        assert isinstance(info.value.__cause__, OSError | AttributeError)
+    assert eventually(lambda: before.staged_bytes == after.staged_bytes == 12 * BLOCK_BYTES)
+
+
+def test_waiting_for_room_is_not_computing(source: PrefillSource, engine: ToyEngine) -> None:
+    """Else a slow link would look like a slow engine."""
+    stream = submitted(source, task(), engine)
+    next(stream)
+    start = time.monotonic()
+    settled(engine)
+    threading.Event().wait(0.3)  # nothing is taken
+    full_s = time.monotonic() - start
+    done = [m for data in stream for m in frames.decode(data)][-1]
+    assert isinstance(done, Done)
+    assert 0 < done.prefill_s < full_s - 0.2
+
+
+def test_progress_says_how_much_is_computed(source: PrefillSource, engine: ToyEngine) -> None:
+    item = task()
+    stream = map(frames.decode, transfer(source, item, Sender("t", item.span, engine.layout), 0.02))
+    for layer in (0, 1, 2, 0):
+        item.stage(engine.block(layer, 4 if layer == 0 and item.layer_positions else 0, P40[:4]))
+    assert [type(m) for batch in (next(stream), next(stream)) for m in batch] == [Begin] + [BlockFrame] * 4
+    assert next(stream) == [Progress(0, 5)]  # by sixteen positions of three layers
+    source.cancel(item)
 
 
 BAD_PREFILLS: list[tuple[dict[str, Any], str]] = [
@@ -529,8 +612,8 @@ class Told:
         self.said.append(error)
         request.cancel()
 
-    def filled(self, request: Request, done: Done, sent_bytes: int, rtt_s: float) -> None:
-        self.said.append(done)
+    def filled(self, request: Request, arrival: Arrival) -> None:
+        self.said.append(arrival.done)
         request.cancel()
 
 
@@ -573,7 +656,7 @@ def test_a_fill_that_completes_after_its_request_left(decode_engine: ToyEngine) 
     source.cancel(request)
     for layer in range(LAYERS):
         fills[0].put(decode_engine.block(layer, 0, P40[:8]))
-    source.filled(request, Done((), 0.0, 0.0, 0.0), 0, 0.0)
+    source.filled(request, Arrival(Done((), 0.0, 0.0), 0, 0.0, 0.0))
     assert eventually(lambda: decode_engine.reserved == 0)
     assert decode_engine.stores[0].sealed is None
     assert decode_engine.steps == 0
@@ -582,17 +665,180 @@ def test_a_fill_that_completes_after_its_request_left(decode_engine: ToyEngine) 
 
 def test_a_crash_tells_everyone_and_the_next_request_works(decode_engine: ToyEngine) -> None:
     source = DecodeSource(decode_engine)
-    step = decode_engine.step
-    decode_engine.step = lambda rows: StepResult(np.zeros((0, 97), np.float32))  # type: ignore[method-assign]
+    source._scheduler.next_batch = lambda: {}[1]  # type: ignore[method-assign]
     request = a_request(decode_engine, max_tokens=2)
     source.submit(request)
     error = outcome(request)
     assert isinstance(error, EngineError)
-    assert "the decode thread failed: ValueError" in str(error)
+    assert "the decode thread failed: KeyError" in str(error)
     assert decode_engine.reserved == 0
-    decode_engine.step = step  # type: ignore[method-assign]
+    del source._scheduler.next_batch
     source.submit(request := a_request(decode_engine, max_tokens=2))
     assert outcome(request) == ids(P40, 2)
+    source.close()
+
+
+class Breaking(ToyEngine):
+    """Raises what no engine should, at the point `at`, for requests of 9 tokens (12 positions) only."""
+
+    at = ""
+
+    def _break(self, where: str, positions: int = 12) -> None:
+        if where == self.at and positions == 12:
+            raise OSError(f"the driver is gone at {where}")
+
+    def reserve(self, positions: int) -> Any:
+        self._break("reserve", positions)
+        store = super().reserve(positions)
+        settle, seal, release = store.settle, store.seal, store.release
+        store.settle = lambda: self._break("settle", positions) or settle()  # type: ignore[method-assign]
+        store.seal = lambda length: self._break("seal", positions) or seal(length)  # type: ignore[method-assign]
+        store.release = lambda: (release(), self._break("release", positions))[0]  # type: ignore[method-assign]
+        return store
+
+    def extend(self, store: Any, tokens: Any, span: range, *, chunk: int) -> Any:
+        if len(tokens) == 9:
+            self._break("extend")
+        return self._extend(store, tokens, span, chunk)
+
+    def _extend(self, store: Any, tokens: Any, span: range, chunk: int) -> Any:
+        for unit in super().extend(store, tokens, span, chunk=chunk):
+            if len(tokens) == 9:
+                self._break("unit")
+            yield unit
+
+    def step(self, rows: Sequence[Any]) -> StepResult:
+        result = super().step(rows)
+        if any(row.cache.store.positions == 12 for row in rows):
+            self._break("step")
+        return result
+
+
+@pytest.mark.parametrize("at", ["reserve", "extend", "unit", "seal", "step", "sample", "release"])
+def test_whatever_an_engine_raises_is_the_requests_own(at: str) -> None:
+    engine = Breaking(device="toy:1")
+    source = DecodeSource(engine, max_active=1 if at == "step" else 4)
+    companion = a_request(engine, 40, max_tokens=200)
+    bad, later = a_request(engine, 9, max_tokens=3), a_request(engine, 8, max_tokens=3)
+    engine.at = at
+    if at == "sample":
+        bad.sampler.sample = lambda logits: {}[1]  # type: ignore[method-assign]
+    for request in (companion, bad, later):
+        source.submit(request)
+    error = outcome(bad)
+    if at == "release":  # its tokens were fine
+        assert error == ids(P40[:9], 3)
+    else:
+        assert isinstance(error, EngineError)
+        assert isinstance(error.__cause__, OSError | KeyError)
+    assert outcome(companion) == ids(P40, 200)
+    assert outcome(later) == ids(P40[:8], 3)
+    assert engine.reserved == 0
+    source.close()
+
+
+@pytest.mark.parametrize("at", ["start", "settle"])
+def test_whatever_a_fill_raises_is_the_requests_own(at: str) -> None:
+    engine = Breaking(device="toy:1", staging=True)
+    engine.at = at
+    source = DecodeSource(engine)
+
+    def start_fill(request: Request, fill: KvFill) -> None:
+        if at == "start":
+            raise RuntimeError("can't start new thread")
+        source.filled(request, Arrival(Done((), 0.0, 0.0), 0, 0.0, 0.0))
+
+    companion = a_request(engine, 40, max_tokens=100)
+    bad = a_request(engine, 9, start_fill=start_fill, max_tokens=3)
+    for request in (companion, bad):
+        source.submit(request)
+    error = outcome(bad)
+    assert isinstance(error, EngineError)
+    assert isinstance(error.__cause__, RuntimeError | OSError)
+    assert outcome(companion) == ids(P40, 100)
+    assert eventually(lambda: engine.reserved == 0)
+    assert not source._filling
+    source.close()
+
+
+def test_a_long_local_prefill_keeps_no_other_fill_waiting() -> None:
+    """Blocks that have arrived go first, and local prefills take turns."""
+    engine = ToyEngine(device="toy:1", staging=True, capacity=10**6)
+    source = DecodeSource(engine)
+    order: list[int] = []
+    extend = engine.extend
+
+    def counted(store: Any, tokens: Any, span: range, *, chunk: int) -> Iterator[None]:
+        for unit in extend(store, tokens, span, chunk=chunk):
+            order.append(len(tokens))
+            yield unit
+
+    engine.extend = counted  # type: ignore[method-assign]
+    step, before = engine.step, []
+
+    def stepped(rows: Any) -> StepResult:
+        before.append(len(order))
+        return step(rows)
+
+    engine.step = stepped  # type: ignore[method-assign]
+
+    def start_fill(request: Request, fill: KvFill) -> None:
+        for start in range(0, 15, 5):
+            for layer in range(LAYERS):
+                fill.put(engine.block(layer, start, request.job.prompt[start : start + 5]))
+        source.filled(request, Arrival(Done((), 0.0, 0.0), 0, 0.0, 0.0))
+
+    engine.gate.clear()
+    long, short = a_request(engine, 40, max_tokens=2), a_request(engine, 20, max_tokens=2)
+    filled = a_request(engine, 16, start_fill=start_fill, max_tokens=1)
+    for request in (long, short, filled):
+        source.submit(request)
+    engine.gate.set()
+    assert outcome(filled) == ids(P40[:16], 1)
+    assert outcome(short) == ids(P40[:20], 2)
+    assert outcome(long) == ids(P40, 2)
+    assert before[0] < 8  # a few units, far from the 15 of the long one
+    both = order[2 : 2 * order.count(20)]
+    assert all(a != b for a, b in itertools.pairwise(both)), order
+    source.close()
+
+
+def test_requests_settle_side_by_side() -> None:
+    """A transfer whose blocks keep coming keeps no other one from being sealed."""
+    engine = ToyEngine(device="toy:1", staging=True)
+    source = DecodeSource(engine)
+    started: dict[int, tuple[Request, KvFill]] = {}
+    start_fill = lambda request, fill: started.update({len(request.job.prompt): (request, fill)})  # noqa: E731
+    endless, quick = (a_request(engine, n, start_fill=start_fill, max_tokens=2) for n in (40, 9))
+    for request in (endless, quick):
+        source.submit(request)
+    assert eventually(lambda: len(started) == 2)
+    endless.store.settle = lambda: time.sleep(0.001) or False  # type: ignore[union-attr, method-assign, func-returns-value]
+    request, fill = started[9]
+    for layer in range(LAYERS):
+        fill.put(engine.block(layer, 0, P40[:8]))
+    source.filled(request, Arrival(Done((), 0.0, 0.0), 0, 0.0, 0.0))
+    assert outcome(quick) == ids(P40[:9], 2)
+    source.cancel(endless)
+    source.failed(endless, PeerFailed("over"))
+    assert eventually(lambda: engine.reserved == 0)
+    source.close()
+
+
+def test_time_lost_in_peers_that_failed_is_queue_time(decode_engine: ToyEngine) -> None:
+    source = DecodeSource(decode_engine)
+    started: list[KvFill] = []
+    request = a_request(decode_engine, 9, start_fill=lambda request, fill: started.append(fill), max_tokens=1)
+    source.submit(request)
+    assert eventually(lambda: started)
+    threading.Event().wait(0.3)
+    for layer in range(LAYERS):
+        started[0].put(decode_engine.block(layer, 0, P40[:8]))
+    source.filled(request, Arrival(Done((), 0.0, 0.0), 5, 0.01, 0.0, lost_s=0.28))
+    assert outcome(request) == ids(P40[:9], 1)
+    assert request.timing.queue_s >= 0.28
+    assert 0.01 < request.timing.exposed_transfer_s < 0.2
+    assert (request.timing.transfer_s, request.timing.sent_bytes) == (0.01, 5)
     source.close()
 
 
@@ -807,6 +1053,12 @@ class PrefillOnly:
 
 
 BAD_WORKERS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "nothing": (None, {}, "engine None, expected an engine"),
+    "an address that is none": (ToyEngine(), {"address": 5}, "address 5, expected text"),
+    "one prefill address": (ToyEngine(), {"prefill": "127.0.0.1:1"}, "prefill '127.0.0.1:1', expected a list"),
+    "a prefill that is none": (ToyEngine(), {"prefill": [5]}, r"prefill \[5\], expected a list of addresses"),
+    "any_prefill": (ToyEngine(), {"any_prefill": "no"}, "any_prefill 'no', allowed: True, False"),
+    "timeouts": (ToyEngine(), {"timeouts": 5}, "a int where Timeouts is expected"),
     "role": (ToyEngine(), {"role": "encode"}, "role 'encode', allowed: prefill, decode, both"),
     "no decode": (PrefillOnly(), {"role": "decode"}, "engine toy has no role decode"),
     "not both": (PrefillOnly(), {}, "engine toy has no role decode"),
@@ -825,10 +1077,44 @@ def test_a_worker_that_cannot_start(name: str) -> None:
         Worker(engine, **options)
 
 
+def test_a_worker_that_closes_takes_no_call_before_it_ends_those_that_run() -> None:
+    """Else a request that comes in between is admitted by a source that nobody runs, and waits."""
+    engine = ToyEngine()
+    worker = Worker(engine)
+    refused: list[HetsplitError] = []
+    end = worker.service.close
+    peer = Peer(worker.address)
+    peer.describe()
+
+    def close() -> None:
+        with pytest.raises(PeerError) as info:
+            list(peer.generate(generate()))
+        refused.append(info.value)
+        end()
+
+    worker.service.close = close  # type: ignore[method-assign]
+    worker.close()
+    assert isinstance(refused[0], PeerUnavailable)
+    assert engine.steps == 0
+    peer.close()
+
+
+def test_every_push_that_is_admitted_finds_its_two_calls() -> None:
+    assert server.MAX_CALLS >= 2 * (decode.MAX_ACTIVE + decode.MAX_WAITING) + 8
+
+
+def test_only_a_push_is_sent_its_prompt_again() -> None:
+    with Worker(ToyEngine(), role="prefill") as one, Worker(ToyEngine(), role="decode", prefill=[one.address]) as two:
+        peer = Peer(two.address)
+        kinds = {event.WhichOneof("event") for event in peer.generate(generate(mode="split"))}
+        assert kinds - {"progress"} == {"accepted", "token", "finished"}
+        peer.close()
+
+
 def test_a_port_in_use_leaves_the_first_worker_alone() -> None:
     """Case O13."""
     with Worker(ToyEngine()) as first:
-        with pytest.raises(ConfigError, match="address in use"):
+        with pytest.raises(ConfigError, match="(?i)address already in use"):
             Worker(ToyEngine(weights_hash="other"), address=first.address)
         peer = Peer(first.address)
         assert peer.describe().identity.weights == "toy"

@@ -145,10 +145,12 @@ class Block(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("ahead",)
+    __slots__ = ("ahead", "computed")
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
     ahead: int
-    def __init__(self, ahead: _Optional[int] = ...) -> None: ...
+    computed: int
+    def __init__(self, ahead: _Optional[int] = ..., computed: _Optional[int] = ...) -> None: ...
 
 class LayerSum(_message.Message):
     __slots__ = ("positions", "blocks", "digest")
@@ -161,16 +163,14 @@ class LayerSum(_message.Message):
     def __init__(self, positions: _Optional[int] = ..., blocks: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("layers", "queue_s", "prefill_s", "send_s")
+    __slots__ = ("layers", "queue_s", "prefill_s")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
-    SEND_S_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[LayerSum]
     queue_s: float
     prefill_s: float
-    send_s: float
-    def __init__(self, layers: _Optional[_Iterable[_Union[LayerSum, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., send_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, layers: _Optional[_Iterable[_Union[LayerSum, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ()
@@ -238,11 +238,11 @@ class GenerateEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
-    progress: Progress
+    progress: RequestProgress
     token: TokenEvent
     finished: Finished
     reserved: Reserved
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., token: _Optional[_Union[TokenEvent, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ...) -> None: ...
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., progress: _Optional[_Union[RequestProgress, _Mapping]] = ..., token: _Optional[_Union[TokenEvent, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("prompt_tokens", "max_tokens")
@@ -251,6 +251,16 @@ class Accepted(_message.Message):
     prompt_tokens: int
     max_tokens: int
     def __init__(self, prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class RequestProgress(_message.Message):
+    __slots__ = ("ahead", "done", "total")
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ahead: int
+    done: int
+    total: int
+    def __init__(self, ahead: _Optional[int] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("transfer_id", "tokens")
@@ -283,12 +293,10 @@ class TokenEvent(_message.Message):
     def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., finish: _Optional[str] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("prompt_tokens", "timing")
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("timing",)
     TIMING_FIELD_NUMBER: _ClassVar[int]
-    prompt_tokens: int
     timing: Timing
-    def __init__(self, prompt_tokens: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ...) -> None: ...
+    def __init__(self, timing: _Optional[_Union[Timing, _Mapping]] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "first_token_s", "decode_s", "sent_bytes", "codec", "mode", "why")

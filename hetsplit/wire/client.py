@@ -55,6 +55,7 @@ class Stream(Iterator[T]):
         return item
 
     def cancel(self) -> None:
+        """End the call on both sides; idempotent."""
         self.cancelled = True
         self._silence.close()
         self._call.cancel()
@@ -94,9 +95,11 @@ class Peer:
         return reply
 
     def prefill(self, request: pb.PrefillRequest) -> Stream[list[Message]]:
+        """A transfer of the asked span, as the peer computes it."""
         return _Frames(self._streaming("Prefill", request, _keep), self, self._silence_s)
 
     def generate(self, request: pb.GenerateRequest) -> Stream[pb.GenerateEvent]:
+        """A request's events."""
         return Stream(self._streaming("Generate", request, pb.GenerateEvent.FromString), self, self._silence_s)
 
     def push(self, messages: Iterator[bytes], on_start: Callable[[Callable[[], object]], None]) -> None:
@@ -125,6 +128,7 @@ class Peer:
             raise feed.error
 
     def close(self) -> None:
+        """Ends the calls that run; idempotent."""
         self._channel.close()
 
     def _unary(self, name: str, request: Any, reply: Any, timeout_s: float) -> Any:
@@ -175,13 +179,15 @@ class _Feed(Iterator[bytes]):
     def __init__(self, messages: Iterator[bytes], silence: Silence) -> None:
         self._messages = messages
         self.silence = silence
-        self.error: HetsplitError | None = None
+        self.error: Exception | None = None
 
     def __next__(self) -> bytes:
         self.silence.pause()
         try:
             return next(self._messages)
-        except HetsplitError as error:
+        except StopIteration:
+            raise
+        except Exception as error:
             self.error = error
             raise StopIteration from error  # gRPC would log a traceback; the peer sees a transfer without Done
         finally:

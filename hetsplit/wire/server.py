@@ -1,8 +1,6 @@
 """The serving end: `Server`, the `Service` that it serves, and a handler's view of its `Call`."""
 
-import errno
 import hmac
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, Protocol
@@ -11,16 +9,22 @@ import grpc
 
 from hetsplit import frames
 from hetsplit._pb import hetsplit_pb2 as pb
+from hetsplit.address import check_free, parse_address
 from hetsplit.errors import AuthError, ConfigError, PeerFailed, PeerTimeout
 from hetsplit.protocol import Message
-from hetsplit.security import ServerSecurity, check_listen, parse_address
+from hetsplit.security import ServerSecurity, check_listen
 from hetsplit.wire.shared import KEEPALIVE, SERVICE, Silence, Timeouts, abort
 
-MAX_CALLS = 128
+MAX_CALLS = 264
+"""Two for each push that a decode worker admits, running or waiting, and a few to ask how it is."""
+
+REFUSE_S = 10.0
+"""How long calls that run may go on between `refuse` and `close`."""
+
 _SERVER_OPTIONS = (
     *KEEPALIVE,
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
 
@@ -29,7 +33,6 @@ class Call:
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self.peer: str = context.peer()
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Runs `callback` when the call ends in any way: at once if it already has."""
@@ -37,6 +40,7 @@ class Call:
             callback()
 
     def cancel(self) -> None:
+        """End it; the caller is told that it was cancelled."""
         self._context.cancel()
 
 
@@ -74,14 +78,19 @@ class Server:
         self.address = self._bind(address, security)
         self._grpc.start()
 
+    def refuse(self) -> None:
+        """Takes no further calls; those that run go on until `close`."""
+        self._grpc.stop(REFUSE_S)
+
     def close(self, grace_s: float = 0.5) -> None:
         """Ends running calls after `grace_s` seconds."""
         self._grpc.stop(grace_s).wait(grace_s + 5)
         self._pool.shutdown(wait=False)
 
     def _bind(self, address: str, security: ServerSecurity) -> str:
-        host, port = parse_address(address)
-        _check_free(address, host, port)
+        _, port = parse_address(address)
+        # gRPC itself would replace the socket file of a live worker, and is content with one of a name's addresses.
+        check_free(address)
         tls = port is not None and security.cert is not None
         try:
             if tls:
@@ -95,47 +104,6 @@ class Server:
             why += ", or a certificate and key that do not fit" if tls else ""
             raise ConfigError(f"cannot listen on {address}: {why} ({error})") from error
         return address if port is None else f"{address.rpartition(':')[0]}:{bound}"
-
-
-def _check_free(address: str, host: str, port: int | None) -> None:
-    """Raises `ConfigError` for an address in use.
-
-    gRPC itself would replace the socket file of a live worker, and is content with one of several addresses of a name.
-    """
-    if port == 0:
-        return
-    hosts = ("127.0.0.1", "::1") if host == "localhost" else (host,)
-    if _socket_in_use(host) if port is None else any(_port_in_use(name, port) for name in hosts):
-        raise ConfigError(f"cannot listen on {address}: address in use")
-
-
-def _socket_in_use(address: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1)
-        try:
-            probe.connect(address.removeprefix("unix:").removeprefix("//"))
-        except TimeoutError:
-            return True  # its owner is stuck
-        except OSError:
-            return False
-    return True
-
-
-def _port_in_use(host: str, port: int) -> bool:
-    """Other faults of the address are left to gRPC."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, _, _, where in found:
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(where)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return True
-    return False
 
 
 class _Router(grpc.GenericRpcHandler):  # type: ignore[misc]

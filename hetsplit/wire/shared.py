@@ -55,6 +55,14 @@ TRAVELS: dict[str, type[HetsplitError]] = {
 }
 """The classes that arrive as themselves; any other arrives as `PeerFailed` naming it."""
 
+_HANDSHAKE = (
+    "Tls handshake failed",
+    "Ssl handshake failed",
+    "Custom verification check failed",
+    "Failed to create security handshaker",
+)
+"""gRPC's words where TLS fails. Each has a space, which no address has in gRPC's messages."""
+
 _BY_CODE: dict[grpc.StatusCode, type[HetsplitError]] = {
     grpc.StatusCode.UNAVAILABLE: PeerUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: PeerTimeout,
@@ -90,17 +98,22 @@ class Silence:
         self._cancel = cancel
         self._last = time.monotonic()
         self._closed = False
+        self._lock = threading.Lock()
         self._arm(limit_s)
 
     def touch(self) -> None:
+        """Something moved; the clock starts anew."""
         self._last = time.monotonic()
 
     def pause(self) -> None:
+        """Nobody waits: the clock stands until `touch`."""
         self._last = math.inf
 
     def close(self) -> None:
-        self._closed = True
-        self._timer.cancel()
+        """The call is over; idempotent."""
+        with self._lock:
+            self._closed = True
+            self._timer.cancel()
 
     def _arm(self, delay_s: float) -> None:
         self._timer = threading.Timer(delay_s, self._check)
@@ -109,13 +122,14 @@ class Silence:
 
     def _check(self) -> None:
         left = self.limit_s - (time.monotonic() - self._last)
-        if self._closed:
-            return
-        if left > 0:
-            self._arm(min(left, self.limit_s))
-        else:
+        with self._lock:
+            if self._closed:
+                return
+            if left > 0:
+                self._arm(min(left, self.limit_s))
+                return
             self.expired = True
-            self._cancel()
+        self._cancel()
 
 
 def from_rpc(error: grpc.RpcError, peer: str) -> HetsplitError:
@@ -133,7 +147,7 @@ def from_rpc(error: grpc.RpcError, peer: str) -> HetsplitError:
 def _by_status(code: grpc.StatusCode, details: str) -> type[HetsplitError]:
     """Connections that fail are all UNAVAILABLE; only the text tells why."""
     if code is grpc.StatusCode.UNAVAILABLE:
-        if any(word in details.lower() for word in ("certificate", "ssl", "handshake", "verification")):
+        if any(phrase in details for phrase in _HANDSHAKE):
             return AuthError
         if "timed out" in details:
             return PeerTimeout

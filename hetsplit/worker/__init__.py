@@ -1,7 +1,7 @@
 """A worker: one engine in one or both roles behind gRPC.
 
 Owns start and end: what is opened here is closed here. The parts: `compute` (the thread that runs engines), `prefill`
-and `decode` (its work), `fill` (how a cache gets filled), `service` (the calls).
+and `decode` (its work), `request` (one generation), `fill` (how a cache gets filled), `service` (the calls).
 """
 
 from collections.abc import Sequence
@@ -37,6 +37,7 @@ class Worker:
         timeouts: Timeouts = Timeouts(),
     ) -> None:
         _check_role(engine, role)
+        _check_types(address, prefill, any_prefill, security, credentials, timeouts)
         for known in prefill:
             check_dial(known, credentials)
         self.service = WorkerService(engine, role, Dialling(tuple(prefill), any_prefill, credentials, timeouts))
@@ -53,7 +54,8 @@ class Worker:
         return self.service.live
 
     def close(self) -> None:
-        """Ends running requests with an error for their callers; idempotent."""
+        """Takes no further calls and ends running requests with an error for their callers; idempotent."""
+        self._server.refuse()
         self.service.close()
         self._server.close()
 
@@ -66,7 +68,21 @@ class Worker:
         self.close()
 
 
+def _check_types(address: object, prefill: object, any_prefill: object, *rest: object) -> None:
+    if not isinstance(address, str):
+        raise ConfigError(f"address {address!r}, expected text: HOST:PORT, [IPv6]:PORT or unix:PATH")
+    if not isinstance(prefill, list | tuple) or not all(isinstance(known, str) for known in prefill):
+        raise ConfigError(f"prefill {prefill!r}, expected a list of addresses")
+    if not isinstance(any_prefill, bool):
+        raise ConfigError(f"any_prefill {any_prefill!r}, allowed: True, False")
+    for value, kind in zip(rest, (ServerSecurity, Credentials, Timeouts), strict=True):
+        if not isinstance(value, kind):
+            raise ConfigError(f"a {type(value).__name__} where {kind.__name__} is expected")
+
+
 def _check_role(engine: Prefiller | Decoder, role: str) -> None:
+    if not isinstance(engine, Prefiller | Decoder):
+        raise ConfigError(f"engine {engine!r}, expected an engine that prefills or decodes")
     if role not in ROLES:
         raise ConfigError(f"role {role!r}, allowed: {', '.join(ROLES)}")
     for name, protocol in (("prefill", Prefiller), ("decode", Decoder)):

@@ -7,9 +7,25 @@ Knows nothing of what a unit does.
 
 import logging
 import threading
+import time
 from typing import Protocol
 
+from hetsplit.errors import EngineError, HetsplitError
+
 log = logging.getLogger(__name__)
+
+CLOSE_S = 2.0
+"""How long closing waits for what still runs."""
+
+
+def named(error: Exception, doing: str) -> HetsplitError:
+    """What an engine's caller hears: `error` when it is one of our tree, else an `EngineError` with it chained."""
+    if isinstance(error, HetsplitError):
+        return error
+    log.error("%s failed", doing, exc_info=error)
+    told = EngineError(f"{doing} failed: {error!r}")
+    told.__cause__ = error
+    return told
 
 
 class Source(Protocol):
@@ -20,7 +36,7 @@ class Source(Protocol):
         ...
 
     def crash(self, error: Exception) -> None:
-        """`unit` raised: tell every caller."""
+        """`unit` raised, and whom it concerns is unknown: tell every caller."""
         ...
 
 
@@ -52,16 +68,20 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._run, name=f"hetsplit-compute-{key}", daemon=True)
 
     def wake(self) -> None:
+        """There may be work. From any thread."""
         self._wake.set()
 
     def detach(self, source: Source) -> None:
-        """No further turns for `source`; returns when its last unit has ended."""
+        """No further turns for `source`; returns when its last unit has ended, or after `CLOSE_S` seconds."""
         with self._lock:
             self._sources = tuple(s for s in self._sources if s is not source)
             if not self._sources and self._shared.get(self._key) is self:
                 del self._shared[self._key]
-        beats = self.beats
+        beats, deadline = self.beats, time.monotonic() + CLOSE_S
         while threading.current_thread() is not self._thread and self._thread.is_alive() and self.beats < beats + 2:
+            if time.monotonic() > deadline:
+                log.warning("a unit of the compute thread still runs after %g s, closing goes on without it", CLOSE_S)
+                return
             self.wake()
             self._thread.join(0.005)
 

@@ -6,134 +6,43 @@ its fill. Invariants: engine and scheduler are touched by the compute thread alo
 fill writes into it any more; a failed fill emits no token.
 """
 
+import logging
 import queue
-import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from hetsplit.engines import Decoder, LocalPrefill, Row
-from hetsplit.errors import CapacityError, EngineError, HetsplitError, PeerFailed, RequestError
+from hetsplit.errors import CapacityError, EngineError, HetsplitError, PeerFailed
 from hetsplit.kv import KvCache, KvFill, KvStore, prefill_span, withheld_span
 from hetsplit.protocol import Done
-from hetsplit.result import Timing, Token
-from hetsplit.sampling import Sampled, Sampler, SamplingParams
-from hetsplit.scheduler import Job, Running, Scheduler
-from hetsplit.tokenizer import StopText, Tokenizer
-from hetsplit.worker.compute import ComputeThread
-from hetsplit.worker.prefill import check_chunk
+from hetsplit.result import Token
+from hetsplit.sampling import Sampled
+from hetsplit.scheduler import Running, Scheduler
+from hetsplit.worker.compute import CLOSE_S, ComputeThread, named
+from hetsplit.worker.request import Finished, Request
+
+log = logging.getLogger(__name__)
 
 MAX_ACTIVE = 64
-MAX_WAITING = 60  # with those that are active fewer than the calls a worker takes
-CLOSE_S = 2.0
+MAX_WAITING = 64
 SETTLE_S = 0.005
-"""How long staged blocks may keep the running rows waiting, per step."""
+"""How long staged blocks, of all requests together, may keep the running rows waiting, per step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The last event of a request."""
+class Arrival:
+    """What a fill thread tells of a complete transfer. `lost_s` went into peers that failed before."""
 
-    timing: Timing
-
-
-Event = Token | Finished | KvFill | HetsplitError
-"""What a request's reader sees: a `KvFill` once room is reserved, tokens, and one `Finished` or one error."""
-
-
-class Request:
-    """One generation on the decode side. `start_fill` is None for a local prefill. Raises `RequestError`."""
-
-    def __init__(
-        self,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        engine: Decoder,
-        *,
-        mode: str,
-        why: str,
-        chunk: int,
-        start_fill: Callable[["Request", KvFill], None] | None,
-    ) -> None:
-        check_chunk(chunk)
-        if start_fill is None and not isinstance(engine, LocalPrefill):
-            raise RequestError(f"engine {engine.name} cannot prefill, connect it to a prefill side")
-        self.params = params
-        self.chunk = chunk
-        self.start_fill = start_fill
-        self.job = _job(prompt, params, engine)
-        self.sampler = Sampler(params, prompt)
-        self.text = _Text(engine.tokenizer, params)
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.cancelled = threading.Event()
-        self.arrived = time.monotonic()
-        self.timing = Timing(mode=mode, why=why)
-        self.store: KvStore | None = None
-        self.fill: KvFill | None = None
-        self.filled = False
-        self.units: Iterator[None] | None = None
-        self.cache: KvCache | None = None
-        self.first_token = self.fill_started = 0.0
-        self._on_cancel: list[Callable[[], object]] = []
-        self._lock = threading.Lock()
-
-    def on_cancel(self, callback: Callable[[], object]) -> None:
-        """Runs `callback` when the request is cancelled: at once if it already is."""
-        with self._lock:
-            if not self.cancelled.is_set():
-                self._on_cancel.append(callback)
-                return
-        callback()
-
-    def cancel(self) -> None:
-        with self._lock:
-            self.cancelled.set()
-            callbacks, self._on_cancel = self._on_cancel, []
-        for callback in callbacks:
-            callback()
-
-
-def _job(prompt: tuple[int, ...], params: SamplingParams, engine: Decoder) -> Job:
-    context = engine.spec.context
-    if not prompt:
-        raise RequestError("an empty prompt; at least one token is needed")
-    if len(prompt) >= context:
-        raise RequestError(f"a prompt of {len(prompt)} tokens leaves no free position, the context is {context}")
-    if bad := next((t for t in prompt if not 0 <= t < engine.spec.vocab_size), None):
-        raise RequestError(f"token id {bad}, allowed: 0 to {engine.spec.vocab_size - 1}")
-    stop_ids = frozenset() if params.ignore_eos else frozenset(stop_ids_of(engine))
-    return Job(secrets.token_hex(8), prompt, min(params.max_tokens, context - len(prompt)), stop_ids)
-
-
-def stop_ids_of(engine: Decoder) -> set[int]:
-    """Every end-of-sequence id that the model's files or its tokenizer name."""
-    return {*engine.spec.eos_ids, *(engine.tokenizer.eos_ids if engine.tokenizer else ())}
-
-
-class _Text:
-    """Token ids to text that is certain: whole characters, up to a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
-        if params.stop and tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, this model folder has none")
-        self._pieces = tokenizer.detokenizer() if tokenizer else None
-        self._known = tokenizer.vocab_size if tokenizer else 0
-        self._stop = StopText(params.stop)
-
-    def push(self, token: int, finish: str | None) -> tuple[str, str | None]:
-        """The text that became certain, and `finish`, now "stop" if a stop string was met."""
-        if self._pieces is None:
-            return "", finish
-        # A model whose vocabulary is padded beyond its tokenizer's may draw an id that stands for nothing.
-        text = self._pieces.push(token) if token < self._known else ""
-        text += self._pieces.flush() if finish else ""
-        text, hit = self._stop.push(text)
-        if hit:
-            return text, "stop"
-        return text + (self._stop.flush() if finish else ""), finish
+    done: Done
+    sent_bytes: int
+    transfer_s: float
+    rtt_s: float
+    lost_s: float = 0.0
 
 
 class DecodeSource:
@@ -144,6 +53,8 @@ class DecodeSource:
         self._scheduler = Scheduler(max_active=max_active, max_waiting=max_waiting)
         self._requests: dict[str, Request] = {}
         self._filling: set[Request] = set()  # another thread may be writing into their stores
+        self._arriving: deque[Request] = deque()  # filled by a peer and not sealed, the next one to settle first
+        self._local: deque[Request] = deque()  # filled by this engine, the next one to compute first
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._compute = ComputeThread.attach(engine, self)
 
@@ -161,23 +72,35 @@ class DecodeSource:
         """A fill thread has written; there may be something to settle."""
         self._compute.wake()
 
-    def ahead(self, request: Request) -> int:
-        return self._scheduler.ahead(request.job.id)
+    def progress(self, request: Request) -> tuple[int, int, int]:
+        """Requests ahead on both sides, positions whose keys and values are here, positions to prefill in all.
+
+        A local prefill is counted as if each of its units were one layer of a chunk.
+        """
+        ahead, total = self._scheduler.ahead(request.job.id), len(prefill_span(len(request.job.prompt)))
+        if request.sealed:
+            return 0, total, total
+        if receiver := request.receiver:
+            return ahead + receiver.ahead, min(receiver.fill.coverage.reached, default=0), total
+        chunks = request.units_done // max(self._engine.spec.n_layers, 1)
+        return ahead, min(chunks * request.chunk, total), total
 
     # From any thread.
 
     def submit(self, request: Request) -> None:
+        """Queue a request; a full queue is its last event."""
         self._call(lambda: self._submit(request))
 
-    def filled(self, request: Request, done: Done, sent_bytes: int, rtt_s: float) -> None:
+    def filled(self, request: Request, arrival: Arrival) -> None:
         """The fill thread proved coverage; what is staged may be settled."""
-        self._call(lambda: self._filled(request, done, sent_bytes, rtt_s))
+        self._call(lambda: self._filled(request, arrival))
 
     def failed(self, request: Request, error: HetsplitError) -> None:
         """The fill thread gave up and will not write into the store again."""
         self._call(lambda: self._fill_failed(request, error))
 
     def cancel(self, request: Request) -> None:
+        """The request is over, its room is given back. From any thread; idempotent."""
         request.cancel()
         self._call(lambda: self._leave(request, PeerFailed("the request was cancelled")))
 
@@ -197,14 +120,15 @@ class DecodeSource:
     # On the compute thread.
 
     def unit(self) -> bool:
-        worked = self._take_inbox() | self._reserve_next() | self._fill_one()
+        worked = self._take_inbox() | self._reserve_next() | self._settle_arrived() | self._compute_local()
         batch = self._scheduler.next_batch()
         if not batch:
             return worked
         logits = self._step(batch)
         if logits is not None:
             for running, row in zip(batch, logits, strict=True):
-                self._commit(running, row)
+                request = self._requests[running.job.id]
+                self._guarded(request, "sampling", partial(self._commit, running, row))
         return True
 
     def crash(self, error: Exception) -> None:
@@ -234,18 +158,27 @@ class DecodeSource:
             return False
         request = self._requests[job.id]
         try:
-            request.store = self._engine.reserve(len(job.prompt) + job.max_tokens)
-            self._start(request, request.store)
+            store = request.store = self._engine.reserve(len(job.prompt) + job.max_tokens)
         except CapacityError as error:
             if self._scheduler.active() or self._filling:
                 return False  # they will give room back
             self._leave(request, error)
-        except HetsplitError as error:
-            self._leave(request, error)
+        except Exception as error:
+            self._leave(request, named(error, "reserving room"))
+        else:
+            self._scheduler.fill(job)
+            self._guarded(request, "starting a fill", partial(self._start, request, store))
         return True
 
-    def _start(self, request: Request, store: KvStore) -> None:
-        self._scheduler.fill(request.job)
+    def _guarded(self, request: Request, doing: str, work: Callable[[], bool]) -> bool:
+        """Whatever `work` raises concerns this request only."""
+        try:
+            return work()
+        except Exception as error:
+            self._leave(request, named(error, doing))
+            return True
+
+    def _start(self, request: Request, store: KvStore) -> bool:
         request.fill_started = time.monotonic()
         request.timing = replace(request.timing, queue_s=request.fill_started - request.arrived)
         span = prefill_span(len(request.job.prompt))
@@ -253,25 +186,32 @@ class DecodeSource:
             assert isinstance(self._engine, LocalPrefill)
             # The same chunks as a peer would compute, so that the text does not depend on who prefilled.
             request.units = self._engine.extend(store, request.job.prompt, span, chunk=request.chunk)
-            return
+            self._local.append(request)
+            return True
         request.fill = fill = KvFill(store, self._engine.layout, span)
         self._filling.add(request)
-        request.start_fill(request, fill)
+        try:
+            request.start_fill(request, fill)
+        except Exception:
+            self._filling.discard(request)  # no thread will say so
+            raise
+        self._arriving.append(request)
         request.events.put(fill)  # last: whoever reads it may push at once
+        return True
 
-    def _filled(self, request: Request, done: Done, sent_bytes: int, rtt_s: float) -> None:
+    def _filled(self, request: Request, arrival: Arrival) -> None:
         self._filling.discard(request)
         if request.job.id not in self._requests:
             self._release(request)
             return
-        waited_s = time.monotonic() - request.fill_started
+        done, waited_s = arrival.done, time.monotonic() - request.fill_started - arrival.lost_s
         request.timing = replace(
             request.timing,
-            queue_s=request.timing.queue_s + done.queue_s,
+            queue_s=request.timing.queue_s + arrival.lost_s + done.queue_s,
             prefill_s=done.prefill_s,
-            transfer_s=done.send_s,
-            exposed_transfer_s=max(0.0, waited_s - done.queue_s - done.prefill_s - rtt_s),
-            sent_bytes=sent_bytes,
+            transfer_s=arrival.transfer_s,
+            exposed_transfer_s=max(0.0, waited_s - done.queue_s - done.prefill_s - arrival.rtt_s),
+            sent_bytes=arrival.sent_bytes,
         )
         request.filled = True
 
@@ -282,18 +222,40 @@ class DecodeSource:
         else:
             self._release(request)
 
-    def _fill_one(self) -> bool:
-        """Work for the first request whose fill needs the engine: staged blocks, or a unit of a local prefill."""
-        for request in self._requests.values():
-            if request.cache is not None or request.store is None:
+    def _settle_arrived(self) -> bool:
+        """Move staged blocks in while others still arrive, a chunk of each request in turn; seal what is complete."""
+        deadline = time.monotonic() + SETTLE_S
+        worked, idle = False, 0
+        while idle < len(self._arriving) and time.monotonic() < deadline:
+            request = self._arriving.popleft()
+            if request.job.id not in self._requests:
                 continue
-            try:
-                worked = self._compute_unit(request) if request.units else self._settle(request, request.store)
-            except HetsplitError as error:
-                self._leave(request, error)
-                return True
-            if worked:
-                return True
+            moved = self._guarded(request, "settling a cache", partial(self._settle, request))
+            if request.cache is None:
+                self._arriving.append(request)
+            worked |= moved
+            idle = 0 if moved else idle + 1
+        return worked
+
+    def _settle(self, request: Request) -> bool:
+        """One staged chunk; False when there is nothing more to do for now."""
+        assert request.store is not None and request.fill is not None
+        filled = request.filled  # asked first: what was staged before is seen below
+        settled = request.store.settle()
+        if settled and filled:
+            self._run(request, request.fill.finish())
+        return not settled or filled
+
+    def _compute_local(self) -> bool:
+        """One unit of one local prefill, in turn."""
+        while self._local:
+            request = self._local.popleft()
+            if request.units is None:
+                continue  # it has left
+            self._guarded(request, "a local prefill", partial(self._compute_unit, request))
+            if request.units is not None:
+                self._local.append(request)
+            return True
         return False
 
     def _compute_unit(self, request: Request) -> bool:
@@ -303,21 +265,11 @@ class DecodeSource:
             prefill_s = time.monotonic() - request.fill_started
             request.timing = replace(request.timing, prefill_s=prefill_s)
             self._run(request, request.store.seal(withheld_span(span).start))
+        request.units_done += 1
         return True
 
-    def _settle(self, request: Request, store: KvStore) -> bool:
-        """Move staged blocks in while others still arrive; seal the store once all have."""
-        deadline = time.monotonic() + SETTLE_S
-        filled = request.filled  # asked first: what was staged before is seen below
-        while not (settled := store.settle()) and time.monotonic() < deadline:
-            pass
-        if settled and filled:
-            assert request.fill is not None
-            self._run(request, request.fill.finish())
-        return not settled or filled
-
     def _run(self, request: Request, cache: KvCache) -> None:
-        request.cache, request.units = cache, None
+        request.cache, request.units, request.sealed = cache, None, True
         self._scheduler.run(request.job, request.job.prompt[cache.length :])
 
     def _step(self, batch: list[Running]) -> np.ndarray | None:
@@ -327,21 +279,22 @@ class DecodeSource:
             assert cache is not None
             rows.append(Row(cache, running.pending))
         try:
-            return self._engine.step(rows).logits
-        except HetsplitError as error:
+            logits = self._engine.step(rows).logits
+            if len(logits) != len(batch):
+                raise EngineError(f"a step of {len(batch)} rows gave logits for {len(logits)}")
+            return logits
+        except Exception as error:
+            told = named(error, "a decode step")
             for running in batch:
-                self._leave(self._requests[running.job.id], error)
+                self._leave(self._requests[running.job.id], told)
             return None
 
-    def _commit(self, running: Running, logits: np.ndarray) -> None:
+    def _commit(self, running: Running, logits: np.ndarray) -> bool:
         request = self._requests[running.job.id]
-        try:
-            sampled = request.sampler.sample(logits)
-        except HetsplitError as error:
-            self._leave(request, error)
-            return
+        sampled = request.sampler.sample(logits)
         finish = self._scheduler.commit(running, sampled.id)
         self._emit(request, sampled, finish)
+        return True
 
     def _emit(self, request: Request, sampled: Sampled, finish: str | None) -> None:
         now = time.monotonic()
@@ -368,9 +321,15 @@ class DecodeSource:
         request.events.put(error or Finished(request.timing))
 
     def _release(self, request: Request) -> None:
-        if request.units is not None:
-            request.units.close()  # type: ignore[attr-defined]
-            request.units = None
-        if request.store is not None:
-            request.store.release()
-        request.store = request.fill = request.cache = None
+        units, store = request.units, request.store
+        request.units = request.store = request.fill = request.cache = request.receiver = None
+        try:
+            if units is not None:
+                units.close()  # type: ignore[attr-defined]
+        except Exception:  # an engine's; the store is given back all the same
+            log.exception("ending a local prefill failed")
+        try:
+            if store is not None:
+                store.release()
+        except Exception:
+            log.exception("giving a store back failed")

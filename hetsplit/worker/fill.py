@@ -8,6 +8,7 @@ import itertools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hetsplit._pb import hetsplit_pb2 as pb
@@ -21,21 +22,31 @@ from hetsplit.errors import (
     RequestError,
 )
 from hetsplit.kv import KvFill
-from hetsplit.protocol import Begin, Message, Receiver
+from hetsplit.protocol import Begin, BlockFrame, Message, Receiver
 from hetsplit.spec import KvLayout
 from hetsplit.wire import Peer, Silence
-from hetsplit.worker.decode import DecodeSource, Request
+from hetsplit.worker.decode import Arrival, DecodeSource
+from hetsplit.worker.request import Request
 
 log = logging.getLogger(__name__)
 
 
-def receive(messages: Iterable[list[Message]], receiver: Receiver, wake: Callable[[], None]) -> None:
-    """Feed a whole transfer into its fill. Raises `RemoteProtocolError` unless it is complete and correct."""
+def receive(messages: Iterable[list[Message]], receiver: Receiver, wake: Callable[[], None]) -> float:
+    """Feed a whole transfer into its fill; gives its `transfer_s`, see `Timing`.
+
+    Raises `RemoteProtocolError` unless it is complete and correct.
+    """
+    transfer_s, before = 0.0, time.monotonic()
     for batch in messages:
+        now = time.monotonic()
+        if any(isinstance(message, BlockFrame) for message in batch):
+            transfer_s += now - before
+        before = now
         for message in batch:
             receiver.feed(message)
         wake()
     receiver.end()
+    return transfer_s
 
 
 class Pull:
@@ -64,16 +75,19 @@ class Pull:
             self._source.failed(request, PeerFailed(f"the fill failed: {error!r}"))
 
     def _try_peers(self, request: Request, fill: KvFill) -> None:
+        lost_s = 0.0
         for position, peer in enumerate(self._peers):
+            start = time.monotonic()
             try:
-                self._pull(request, KvFill(fill.store, self._layout, fill.span), peer)
+                self._pull(request, KvFill(fill.store, self._layout, fill.span), peer, lost_s)
                 return
             except (PeerError, CapacityError, RequestError) as error:  # another may have room, or a longer context
                 if position + 1 == len(self._peers) or request.cancelled.is_set():
                     raise
+                lost_s += time.monotonic() - start
                 log.warning("prefill at %s failed, trying the next: %s", peer.address, error)
 
-    def _pull(self, request: Request, fill: KvFill, peer: Peer) -> None:
+    def _pull(self, request: Request, fill: KvFill, peer: Peer, lost_s: float) -> None:
         transfer_id = secrets.token_hex(8)
         stream = peer.prefill(
             pb.PrefillRequest(
@@ -87,9 +101,9 @@ class Pull:
             )
         )
         request.on_cancel(stream.cancel)
-        receiver = Receiver(transfer_id, fill.span, self._layout, fill)
+        request.receiver = receiver = Receiver(transfer_id, fill.span, self._layout, fill)
         try:
-            receive(stream, receiver, self._source.wake)
+            transfer_s = receive(stream, receiver, self._source.wake)
         except PeerError as error:
             error.peer = error.peer or peer.address
             raise
@@ -97,7 +111,7 @@ class Pull:
             stream.cancel()
         request.fill = fill
         assert receiver.done is not None
-        self._source.filled(request, receiver.done, receiver.bytes, peer.rtt_s)
+        self._source.filled(request, Arrival(receiver.done, receiver.bytes, transfer_s, peer.rtt_s, lost_s))
 
 
 class Push:
@@ -124,11 +138,12 @@ class Push:
         if not first or not isinstance(first[0], Begin):
             raise RemoteProtocolError("a push must start with Begin")
         request, fill = self._claim(first[0].transfer_id)
-        receiver = Receiver(request.job.id, fill.span, self._layout, fill)
+        rtt_s = time.monotonic() - request.fill_started
+        request.receiver = receiver = Receiver(request.job.id, fill.span, self._layout, fill)
         over = threading.Event()  # from then on the call ends by itself, and says how
         request.on_cancel(lambda: over.is_set() or cancel())
         try:
-            receive(itertools.chain([first], batches), receiver, self._source.wake)
+            transfer_s = receive(itertools.chain([first], batches), receiver, self._source.wake)
         except Exception as error:
             over.set()
             named = error if isinstance(error, HetsplitError) else PeerFailed(f"the push broke off: {error!r}")
@@ -136,7 +151,7 @@ class Push:
             raise
         over.set()
         assert receiver.done is not None
-        self._source.filled(request, receiver.done, receiver.bytes, 0.0)
+        self._source.filled(request, Arrival(receiver.done, receiver.bytes, transfer_s, rtt_s))
 
     def _claim(self, transfer_id: str) -> tuple[Request, KvFill]:
         with self._lock:

@@ -1,7 +1,7 @@
 """The prefill side of a worker: prompts are computed in order, blocks wait in host memory until they are sent.
 
 Owns the queue, the staging and its bound. Runs on the compute thread (`unit`) and on the sending thread (`take`,
-`messages`). Knows nothing of gRPC. Invariants: what was computed and not yet sent is bounded in bytes, over all tasks,
+`transfer`). Knows nothing of gRPC. Invariants: what was computed and not yet sent is bounded in bytes, over all tasks,
 and a slow receiver holds at most half of it, so the next prompt goes on; a cancelled task stops between two layers.
 """
 
@@ -15,7 +15,7 @@ from hetsplit.engines import Prefiller
 from hetsplit.errors import EngineError, HetsplitError, PeerFailed, RequestError
 from hetsplit.kv import KvBlock
 from hetsplit.protocol import HEADER_BYTES, MESSAGE_BYTES, Sender
-from hetsplit.worker.compute import ComputeThread
+from hetsplit.worker.compute import ComputeThread, named
 
 STAGING_BYTES = 1 << 30
 MAX_CHUNK = 1 << 16
@@ -33,11 +33,14 @@ class PrefillTask:
         self.stop = threading.Event()
         self.staged_bytes = 0
         self.queue_s = self.prefill_s = 0.0
+        self.layer_positions = 0  # computed so far, summed over the layers
         self._ready = threading.Condition()
         self._staged: deque[KvBlock] = deque()
         self._ended = False
         self._error: HetsplitError | None = None
         self._submitted = self._started = time.monotonic()
+        self._paused_at: float | None = None
+        self._paused_s = 0.0
         self.blocks: Iterator[KvBlock] | None = None
 
     def take(self, timeout_s: float) -> deque[KvBlock] | None:
@@ -60,18 +63,32 @@ class PrefillTask:
             self.staged_bytes -= count
 
     def begin(self, engine: Prefiller) -> None:
+        """The first unit: waiting in the queue is over."""
         self._started = time.monotonic()
         self.queue_s = self._started - self._submitted
         self.blocks = engine.prefill(self.tokens, self.span, chunk=self.chunk, stop=self.stop)
 
+    def pause(self) -> None:
+        """There is no room for its next block; until `resume` it does not compute."""
+        if self.blocks is not None and self._paused_at is None:
+            self._paused_at = time.monotonic()
+
+    def resume(self) -> None:
+        if self._paused_at is not None:
+            self._paused_s += time.monotonic() - self._paused_at
+            self._paused_at = None
+
     def stage(self, block: KvBlock) -> None:
+        """A computed block waits to be taken."""
         with self._ready:
             self._staged.append(block)
             self.staged_bytes += block.keys.nbytes + block.values.nbytes
-            self.prefill_s = time.monotonic() - self._started
+            self.layer_positions += block.count
+            self.prefill_s = time.monotonic() - self._started - self._paused_s
             self._ready.notify_all()
 
     def end(self, error: HetsplitError | None = None) -> None:
+        """No block follows; the first error counts."""
         with self._ready:
             self._ended = True
             self._error = self._error or error
@@ -91,8 +108,9 @@ class PrefillSource:
 
     @property
     def live(self) -> int:
-        """Tasks queued or computing."""
-        return len(self._tasks)
+        """Tasks queued, computing, or computed and not yet sent."""
+        with self._lock:
+            return len(self._open.union(self._tasks))
 
     @property
     def beats(self) -> int:
@@ -100,12 +118,15 @@ class PrefillSource:
         return self._compute.beats
 
     def submit(self, task: PrefillTask) -> None:
+        """Queue a task."""
         with self._lock:
             self._tasks.append(task)
-            self._open.add(task)
+            if not task.stop.is_set():
+                self._open.add(task)
         self._compute.wake()
 
     def ahead(self, task: PrefillTask) -> int:
+        """How many tasks are computed before this one."""
         with self._lock:
             return self._tasks.index(task) if task in self._tasks else 0
 
@@ -133,6 +154,7 @@ class PrefillSource:
             if staged < self._staging_bytes and task.staged_bytes < self._staging_bytes // _AT_ONCE:
                 self._advance(task)
                 return True
+            task.pause()
         return False
 
     def crash(self, error: Exception) -> None:
@@ -140,6 +162,7 @@ class PrefillSource:
             self._drop(task, EngineError(f"the prefill thread failed: {error!r}"))
 
     def close(self) -> None:
+        """Every task ends with an error; idempotent."""
         for task in tuple(self._tasks):
             self.cancel(task)
         self._compute.detach(self)
@@ -150,21 +173,25 @@ class PrefillSource:
         try:
             if task.blocks is None:
                 task.begin(self._engine)
+            task.resume()
             block = next(task.blocks, None)  # type: ignore[arg-type]
-        except HetsplitError as error:
-            self._drop(task, error)
+            if block is not None:
+                task.stage(block)
+                return
+        except Exception as error:  # whatever it is, it concerns this task only
+            self._drop(task, named(error, "a prefill"))
             return
-        if block is None:
-            self._drop(task)
-        else:
-            task.stage(block)
+        self._drop(task)
 
     def _drop(self, task: PrefillTask, error: HetsplitError | None = None) -> None:
         with self._lock:
             if task in self._tasks:
                 self._tasks.remove(task)
-        if task.blocks is not None:
-            task.blocks.close()  # type: ignore[attr-defined]
+        try:
+            if task.blocks is not None:
+                task.blocks.close()  # type: ignore[attr-defined]
+        except Exception as fault:
+            error = error or named(fault, "ending a prefill")
         task.end(error)
 
 
@@ -187,27 +214,28 @@ def check_prefill(engine: Prefiller, tokens: tuple[int, ...], span: range, chunk
         raise RequestError(f"token id {bad}, allowed: 0 to {engine.spec.vocab_size - 1}")
 
 
-def messages(source: PrefillSource, task: PrefillTask, sender: Sender, heartbeat_s: float) -> Iterator[bytes]:
+def transfer(source: PrefillSource, task: PrefillTask, sender: Sender, heartbeat_s: float) -> Iterator[bytes]:
     """The whole transfer of a submitted task as the bytes of its messages, each as soon as it can be sent.
 
-    Blocks that already wait are joined; none is waited for. A heartbeat goes out while the compute thread is alive and
-    has nothing for us yet. Closing the iterator cancels the task.
+    Blocks that already wait are joined; none is waited for. A `Progress` goes out as a heartbeat while the compute
+    thread is alive and has nothing for us yet, and right before blocks that had to be waited for: the time from it to
+    them is the link's. Closing the iterator cancels the task.
     """
-    send_s = 0.0
+    layers = max(len(sender.layout.layers), 1)
     try:
         yield frames.encode(sender.begin())
-        beats = source.beats
-        while (blocks := task.take(heartbeat_s)) is not None:
-            if not blocks and source.beats != beats:
+        beats, waiting = source.beats, False
+        while (blocks := task.take(heartbeat_s if waiting else 0.0)) is not None:
+            if waiting and (blocks or source.beats != beats):
                 beats = source.beats
-                yield frames.encode(sender.progress(source.ahead(task)))
+                computed = min(task.layer_positions // layers, len(task.span))
+                yield frames.encode(sender.progress(source.ahead(task), computed))
+            waiting = not blocks
             for group in frames.joined(_pieces(sender, blocks), MESSAGE_BYTES - HEADER_BYTES):
-                start = time.monotonic()
                 yield frames.encode_blocks(group)
-                send_s += time.monotonic() - start
                 task.sent(sum(block.keys.nbytes + block.values.nbytes for block in group))
                 source.wake()
-        yield frames.encode(sender.done(queue_s=task.queue_s, prefill_s=task.prefill_s, send_s=send_s))
+        yield frames.encode(sender.done(queue_s=task.queue_s, prefill_s=task.prefill_s))
     finally:
         source.cancel(task)
 

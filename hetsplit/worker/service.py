@@ -21,10 +21,10 @@ from hetsplit.protocol import Identity, Message, Sender
 from hetsplit.result import Token
 from hetsplit.security import Credentials, is_local
 from hetsplit.wire import HEARTBEAT_S, Call, Peer, Timeouts
-from hetsplit.worker.decode import DecodeSource, Finished, Request
+from hetsplit.worker.decode import DecodeSource
 from hetsplit.worker.fill import Pull, Push
-from hetsplit.worker.prefill import PrefillSource, PrefillTask, check_prefill
-from hetsplit.worker.prefill import messages as transfer
+from hetsplit.worker.prefill import PrefillSource, PrefillTask, check_prefill, transfer
+from hetsplit.worker.request import Finished, Request
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ def check_identity(mine: Identity, theirs: Identity, peer: str, *, mixed_weights
 
 
 def describe(engine: Prefiller | Decoder, role: str, live: int = 0) -> pb.Description:
+    """What a worker, or the pushing side, says of itself."""
     template = engine.tokenizer.template_fingerprint if engine.tokenizer else None
     return pb.Description(
         identity=messages.identity_to_pb(identity_of(engine)),
@@ -93,16 +94,21 @@ class WorkerService:
         return (self._prefill.live if self._prefill else 0) + (self._decode.live if self._decode else 0)
 
     def close(self) -> None:
+        """Ends running requests with an error for their callers; idempotent."""
         for source in (self._decode, self._prefill):
             if source:
                 source.close()
-        for peer in self._peers.values():
+        with self._lock:
+            peers = tuple(self._peers.values())
+        for peer in peers:
             peer.close()
 
     def describe(self) -> pb.Description:
+        """What this worker is, and how busy."""
         return describe(self._engine, self._role, self.live)
 
     def pair(self, request: pb.PairRequest) -> pb.PairReply:
+        """Compares this decode worker with its prefill side. Raises `IncompatibleError`, or why none answers."""
         self._decoding()
         reply = pb.PairReply(decode=self.describe())
         if request.push:
@@ -125,6 +131,7 @@ class WorkerService:
         return reply
 
     def prefill(self, request: pb.PrefillRequest, call: Call) -> Iterator[bytes]:
+        """A transfer of the asked span, as it is computed."""
         if self._prefill is None or not isinstance(self._engine, Prefiller):
             raise IncompatibleError(f"this worker has role {self._role}, prefill was asked of it")
         theirs = messages.identity_from_pb(request.identity)
@@ -138,10 +145,12 @@ class WorkerService:
         yield from transfer(source, task, sender, HEARTBEAT_S)
 
     def push(self, batches: Iterator[list[Message]], call: Call) -> None:
+        """Takes a transfer into the cache that was reserved for it."""
         self._decoding()
         self._push.run(batches, call.cancel)
 
     def generate(self, request: pb.GenerateRequest, call: Call) -> Iterator[pb.GenerateEvent]:
+        """A request's events: accepted, perhaps progress, for a push reserved, tokens, finished."""
         source = self._decoding()
         generation = self._request(request, source)
         call.on_end(lambda: source.cancel(generation))
@@ -161,12 +170,14 @@ class WorkerService:
                     raise PeerFailed("the request was cancelled") from None
                 if source.beats != beats:  # a stuck compute thread must look silent
                     beats = source.beats
-                    yield pb.GenerateEvent(progress=pb.Progress(ahead=source.ahead(generation)))
+                    ahead, done, total = source.progress(generation)
+                    progress = pb.RequestProgress(ahead=ahead, done=done, total=total)
+                    yield pb.GenerateEvent(progress=progress)
                 continue
             match event:
                 case Token():
                     yield pb.GenerateEvent(token=messages.token_to_pb(event))
-                case KvFill():
+                case KvFill() if generation.timing.mode == "push":
                     reserved = pb.Reserved(transfer_id=generation.job.id, tokens=generation.job.prompt)
                     yield pb.GenerateEvent(reserved=reserved)
                 case Finished():
