@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 CANDIDATES := python3.11 python3 python3.12 python3.13
 NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --constraint constraints.txt
-# Installed first and by its exact version: another one may bring gigabytes of GPU libraries.
+# Installed first and by its exact version.
 TORCH := $(shell grep '^torch==' constraints.txt)
 PROTO := protos/hetsplit/v1
 
@@ -43,7 +43,7 @@ lint: setup
 demo: setup
 	$(VENV)/bin/hetsplit demo
 
-# Message classes and their types only: wire.py writes the gRPC handlers by hand.
+# Message classes and their types only: the package wire writes the gRPC handlers by hand.
 proto: setup
 	$(PYTHON) -m grpc_tools.protoc -I$(PROTO) --python_out=hetsplit/_pb --pyi_out=hetsplit/_pb hetsplit.proto
 

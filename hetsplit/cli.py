@@ -52,6 +52,8 @@ DtypeOption = Annotated[str | None, typer.Option(help="float32 or bfloat16; defa
 CaOption = Annotated[str | None, typer.Option(metavar="F", help="CA certificate (PEM) of the workers dialled.")]
 TokenOption = Annotated[str | None, typer.Option(metavar="F", help="File with the token that workers share.")]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Off loopback without TLS or token, at your risk.")]
+ConnectOption = Annotated[float, typer.Option(metavar="S", help="Seconds until a worker that does not answer fails.")]
+SilenceOption = Annotated[float, typer.Option(metavar="S", help="Seconds until a peer that falls silent fails.")]
 Several = list[str] | None
 
 
@@ -115,22 +117,26 @@ def worker(
     tls_ca: CaOption = None,
     token_file: TokenOption = None,
     insecure: InsecureOption = False,
+    connect_timeout: ConnectOption = 3.0,
+    silence_timeout: SilenceOption = 30.0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
 ) -> None:
     """Serve MODEL for a role until Ctrl-C."""
     with _ends_on_signal(), suppress(_Ended):
-        from hetsplit.preflight import check_worker
+        from hetsplit.preflight import check_worker, timeouts
 
         if end_with_stdin:
             threading.Thread(target=_end_with_stdin, daemon=True).start()
+        limits = timeouts(connect_timeout, silence_timeout)
         credentials = _credentials(tls_ca, token_file, insecure)
         security = _server_security(tls_cert, tls_key, credentials)
         check_worker(listen, role.value, tuple(prefill or ()), security, credentials)
         _warn_if_open(listen, security)
         engine = terminal.load(model, device=device, dtype=dtype, role=role.value)
-        dialling = {"prefill": prefill or (), "any_prefill": any_prefill, "credentials": credentials}
+        dialling: dict[str, Any] = {"prefill": prefill or (), "any_prefill": any_prefill}
+        dialling |= {"credentials": credentials, "timeouts": limits}
         _serve(model, engine, listen, role.value, security, **dialling)
 
 
@@ -161,6 +167,8 @@ def generate(
     tls_ca: CaOption = None,
     token_file: TokenOption = None,
     insecure: InsecureOption = False,
+    connect_timeout: ConnectOption = 3.0,
+    silence_timeout: SilenceOption = 30.0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
 ) -> None:
@@ -169,7 +177,7 @@ def generate(
     Without addresses MODEL runs in this process. With --prefill it decodes here, with --decode it prefills here. With
     both it is not loaded, only compared with the decode worker's. MODEL - is none: the decode worker's own, unchecked.
     """
-    from hetsplit.preflight import Sides, check_request, check_sides
+    from hetsplit.preflight import Sides, check_request, check_sides, timeouts
     from hetsplit.sampling import SamplingParams
 
     sampling = {
@@ -181,9 +189,10 @@ def generate(
     SamplingParams.from_options(**sampling)
     text = _prompt(prompt)
     credentials = _credentials(tls_ca, token_file, insecure)
-    sides = Sides(model, tuple(prefill or ()), decode, mode.value, mixed_weights, credentials)
+    limits = timeouts(connect_timeout, silence_timeout)
+    sides = Sides(model, tuple(prefill or ()), decode, mode.value, mixed_weights, credentials, limits)
     check_sides(sides, chunk)
-    check_request(sides, text, chat=chat)
+    check_request(sides, text, chat=chat, progress=terminal.interactive())
     engine = terminal.load(model, device=device, dtype=dtype, role=sides.role) if sides.role else None
     with _joined(sides, engine, chunk) as split:
         message = [{"role": "user", "content": text}]
@@ -217,7 +226,7 @@ class _Ended(SystemExit):
 
 def _end(number: int, frame: FrameType | None) -> None:
     for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)  # the end that has begun takes seconds at most
+        signal.signal(each, signal.SIG_DFL)  # a second one does not wait for the end that has begun
     raise _Ended(128 + number)
 
 
@@ -229,7 +238,8 @@ def _ends_on_signal() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is _end:
+                signal.signal(number, handler)
 
 
 def _end_with_stdin() -> None:
@@ -323,6 +333,8 @@ def _joined(sides: "Sides", engine: Any, chunk: int | None) -> "Split":
         tls=credentials.ca,
         token=credentials.token,
         insecure=credentials.insecure,
+        connect_timeout_s=sides.timeouts.connect_s,
+        silence_timeout_s=sides.timeouts.silence_s,
         **options,
     )
 

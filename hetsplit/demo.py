@@ -57,7 +57,7 @@ class Request:
         self.model = model
         self._prompt = prompt
         self._max_tokens = max_tokens
-        checkpoint, tokenizer = inspect(model)
+        checkpoint, tokenizer = inspect(model, progress=terminal.interactive())
         self._chat = tokenizer is not None and tokenizer.template_fingerprint is not None
         check_prompt(tokenizer, prompt, chat=self._chat, context=checkpoint.spec.context)
 
@@ -109,10 +109,10 @@ def _split(request: "Request") -> Completion:
     terminal.say("starting a prefill worker and a decode worker")
     with ExitStack() as ending:
         prefill = ending.enter_context(WorkerProcess(request.model, "prefill"))
-        decode = ending.enter_context(WorkerProcess(request.model, "decode", "--prefill", prefill.address()))
+        decode = ending.enter_context(WorkerProcess(request.model, "decode"))
         terminal.say(f"prefill worker at {prefill.address()}, decode worker at {decode.address()}")
         try:
-            with connect(None, decode.address(), mode="split") as split:
+            with connect(prefill.address(), decode.address(), mode="split") as split:
                 answer = request.answer(split, show=True)
         except PeerError:
             for worker in (prefill, decode):

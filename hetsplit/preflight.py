@@ -4,22 +4,22 @@ Owns no state and decides nothing that a later part does not decide again; it on
 after a long load. Knows headers and tokenizers of models, never tensors.
 """
 
-import errno
-import os
-import socket
 import ssl
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
+from hetsplit._pb import hetsplit_pb2 as pb
+from hetsplit.address import check_free, parse_address
 from hetsplit.errors import ConfigError, IncompatibleError, PeerError, RequestError
 from hetsplit.messages import identity_from_pb
 from hetsplit.protocol import Identity
-from hetsplit.security import Credentials, ServerSecurity, check_dial, check_listen, parse_address
+from hetsplit.security import Credentials, ServerSecurity, check_dial, check_listen
 from hetsplit.spec import DType
 from hetsplit.tokenizer import Tokenizer, load_tokenizer
 from hetsplit.weights import Checkpoint, locate, open_checkpoint
-from hetsplit.wire import Peer
+from hetsplit.wire import HEARTBEAT_S, Peer, Timeouts
 from hetsplit.worker.prefill import MAX_CHUNK
 from hetsplit.worker.service import check_identity
 
@@ -36,6 +36,7 @@ class Sides:
     mode: str
     mixed_weights: bool
     credentials: Credentials
+    timeouts: Timeouts = Timeouts()
 
     @property
     def role(self) -> str | None:
@@ -52,6 +53,17 @@ class Sides:
         return () if self.mode == "local" else self.prefill
 
 
+def timeouts(connect_s: float, silence_s: float) -> Timeouts:
+    """The time-outs of `--connect-timeout` and `--silence-timeout`. Raises `ConfigError`."""
+    if silence_s < 2 * HEARTBEAT_S:
+        why = f"since a busy side gives a sign of life each {HEARTBEAT_S:g} s"
+        raise ConfigError(f"--silence-timeout {silence_s:g}, allowed: at least {2 * HEARTBEAT_S:g}, {why}")
+    try:
+        return Timeouts(connect_s, silence_s)
+    except ConfigError as error:
+        raise ConfigError(f"--connect-timeout or --silence-timeout: {error}") from error
+
+
 def check_sides(sides: Sides, chunk: int | None) -> None:
     """Options that contradict each other, or addresses that must not be dialled. Raises `ConfigError`."""
     if sides.model == NO_MODEL and sides.decode is None:
@@ -66,22 +78,26 @@ def check_sides(sides: Sides, chunk: int | None) -> None:
         check_dial(address, sides.credentials)
 
 
-def check_request(sides: Sides, prompt: str, *, chat: bool) -> None:
-    """Dials the workers and reads the model's headers, as far as `sides` has them, and compares.
+def check_request(sides: Sides, prompt: str, *, chat: bool, progress: bool = False) -> None:
+    """Dials the workers, then reads the model's headers, as far as `sides` has them, and compares.
 
-    Raises `ConfigError` (the model's files), `PeerUnavailable`, `PeerTimeout`, `AuthError`, `IncompatibleError`, and
+    What answers within seconds comes first, the hash over all weights last. `progress` as in `locate`. Raises
+    `ConfigError` (the model's files), `PeerUnavailable`, `PeerTimeout`, `AuthError`, `IncompatibleError`, and
     `RequestError` for a prompt that leaves no free position in the context.
     """
+    peers = _described(sides)
     if sides.model == NO_MODEL:
         return
-    checkpoint, tokenizer = inspect(sides.model)
+    checkpoint, tokenizer = inspect(sides.model, progress=progress)
     spec = checkpoint.spec
+    fingerprint = tokenizer.fingerprint if tokenizer else ""
+    header = Identity.of(spec, spec.layout(DType.FLOAT32), fingerprint, "")
+    _compare(header, peers, mixed_weights=True)
     contexts = [spec.context] if sides.role else []
-    if sides.dialled:
-        fingerprint = tokenizer.fingerprint if tokenizer else ""
-        mine = Identity.of(spec, spec.layout(DType.FLOAT32), fingerprint, checkpoint.fingerprint())
-        contexts += _check_peers(sides, mine)
+    contexts += [description.context for description in peers.values()]
     check_prompt(tokenizer, prompt, chat=chat, context=min(contexts))
+    if peers and not sides.mixed_weights:
+        _compare(replace(header, weights=checkpoint.fingerprint()), peers, mixed_weights=False)
 
 
 def check_prompt(tokenizer: Tokenizer | None, prompt: str, *, chat: bool, context: int) -> None:
@@ -95,33 +111,44 @@ def check_prompt(tokenizer: Tokenizer | None, prompt: str, *, chat: bool, contex
         raise RequestError(f"a prompt of {len(tokens)} tokens leaves no free position, the context is {context}")
 
 
-def inspect(model: str) -> tuple[Checkpoint, Tokenizer | None]:
-    """A model's proven headers and its tokenizer. Raises `ConfigError`."""
-    path = locate(model)
+def inspect(model: str, *, progress: bool = False) -> tuple[Checkpoint, Tokenizer | None]:
+    """A model's proven headers and its tokenizer; `progress` as in `locate`. Raises `ConfigError`."""
+    path = locate(model, progress=progress)
     return open_checkpoint(path), load_tokenizer(path)
 
 
-def _check_peers(sides: Sides, mine: Identity) -> list[int]:
-    """The contexts of the workers that answer. One must; those that do must hold `mine` and have the role."""
+def _described(sides: Sides) -> dict[str, pb.Description]:
+    """What the workers that answer say of themselves, by address. One must answer; each that does must have the role.
+
+    A decode worker is also asked whether its prefill workers answer, which it alone can know.
+    """
+    if not sides.dialled:
+        return {}
     wanted = "prefill" if sides.decode is None else "decode"
+    found: dict[str, pb.Description] = {}
     failures: list[PeerError] = []
-    contexts: list[int] = []
-    for address in sides.dialled:
-        peer = Peer(address, sides.credentials)
-        try:
-            theirs = peer.describe()
-        except PeerError as error:
-            failures.append(error)
-            continue
-        finally:
-            peer.close()
-        check_identity(mine, identity_from_pb(theirs.identity), address, mixed_weights=sides.mixed_weights)
-        if theirs.role not in (wanted, "both"):
-            raise IncompatibleError(f"{address} has role {theirs.role}, {wanted} is needed")
-        contexts.append(theirs.context)
-    if not contexts:
-        raise failures[0]
-    return contexts
+    with ExitStack() as closing, ThreadPoolExecutor(len(sides.dialled)) as pool:  # at once: none delays another
+        peers = [Peer(address, sides.credentials, sides.timeouts) for address in sides.dialled]
+        for peer in peers:
+            closing.callback(peer.close)
+        for peer, answer in zip(peers, [pool.submit(peer.describe) for peer in peers], strict=True):
+            try:
+                found[peer.address] = answer.result()
+            except PeerError as error:
+                failures.append(error)
+        if not found:
+            raise failures[0]
+        for address, theirs in found.items():
+            if theirs.role not in (wanted, "both"):
+                raise IncompatibleError(f"{address} has role {theirs.role}, {wanted} is needed")
+        if sides.decode is not None and sides.prefill and sides.mode != "local":
+            peers[0].pair(pb.PairRequest(prefill=sides.prefill, mixed_weights=sides.mixed_weights))
+    return found
+
+
+def _compare(mine: Identity, peers: Mapping[str, pb.Description], *, mixed_weights: bool) -> None:
+    for address, theirs in peers.items():
+        check_identity(mine, identity_from_pb(theirs.identity), address, mixed_weights=mixed_weights)
 
 
 def check_worker(
@@ -134,51 +161,6 @@ def check_worker(
     for address in prefill:
         check_dial(address, dials)
     check_free(listen)
-
-
-def check_free(address: str) -> None:
-    """Raises `ConfigError` when this process could not listen at `address`."""
-    host, port = parse_address(address)
-    try:
-        if port is None:
-            _check_socket_free(Path(host.removeprefix("unix:").removeprefix("//")))
-        else:
-            _check_port_free(host, port)
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"{host!r} is no host name"
-        raise ConfigError(f"cannot listen on {address}: {why}") from error
-
-
-def _check_port_free(host: str, port: int) -> None:
-    """Raises `OSError` when one of the host's addresses has a listener, or when none can be bound."""
-    places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    faults = [fault for place in places if (fault := _bind_fault(place))]
-    fault = next((f for f in faults if f.errno == errno.EADDRINUSE or len(faults) == len(places)), None)
-    if fault:
-        raise fault
-
-
-def _bind_fault(place: Any) -> OSError | None:
-    family, kind, protocol, _, where = place
-    try:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that lingers is no listener
-            probe.bind(where)
-    except OSError as error:
-        return error
-    return None
-
-
-def _check_socket_free(path: Path) -> None:
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise OSError(errno.ENOENT, f"{path.parent} is no folder that can be written")
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise OSError(errno.EEXIST, f"{path} exists and is no socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        if probe.connect_ex(str(path)) == 0:
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def check_certificate(cert: str, key: str) -> None:

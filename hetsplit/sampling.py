@@ -121,6 +121,8 @@ class SamplingParams:
             raise RequestError(f"stop has {len(stops)} entries; allowed: {rule}")
         if not all(isinstance(text, str) and text for text in stops):
             raise _refused("stop", value, rule)
+        if not all(_is_unicode(text) for text in stops):
+            raise _refused("stop", value, "strings of valid Unicode, without half a surrogate pair")
         object.__setattr__(self, "stop", stops)
 
 
@@ -250,6 +252,14 @@ def _most_likely(logprobs: NDArray[np.float64], count: int) -> tuple[tuple[int, 
     ids = _top_k(logprobs, count)
     best = ids[np.argsort(-logprobs[ids], kind="stable")][:count]
     return tuple((int(i), float(logprobs[i])) for i in best)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refused(name: str, value: object, rule: str) -> RequestError:

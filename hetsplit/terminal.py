@@ -22,9 +22,17 @@ if TYPE_CHECKING:
     from hetsplit.split import Generation
 
 
+LINE_S = 5.0
+
+
 def say(text: str) -> None:
     """One line on standard error."""
     print(" ".join(text.splitlines()), file=sys.stderr, flush=True)
+
+
+def interactive() -> bool:
+    """Whether standard error is a terminal, where bars may move."""
+    return _console().is_terminal
 
 
 def load(model: str, *, device: str, dtype: str | None, role: str) -> "TorchEngine":
@@ -32,7 +40,7 @@ def load(model: str, *, device: str, dtype: str | None, role: str) -> "TorchEngi
     from hetsplit import engines
     from hetsplit.weights import locate
 
-    path = locate(model, progress=_console().is_terminal)
+    path = locate(model, progress=interactive())
     with _loading(model) as progress:
         return engines.load(path, device=device, dtype=dtype, role=role, progress=progress)
 
@@ -75,12 +83,41 @@ def _waiting(generation: "Generation") -> Iterator[Callable[[], None]]:
     console = _console()
     if not console.is_terminal:
         say(text)
+        generation.on_progress = lines()
         yield lambda: None
         return
-    with _progress(console, SpinnerColumn(), TextColumn("{task.description}"), Elapsed()) as bar:
-        task = bar.add_task(text)
-        generation.on_progress = lambda ahead: bar.update(task, description=f"{ahead} ahead" if ahead else text)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
+    with _progress(console, *columns, Elapsed()) as bar:
+        generation.on_progress = moves(bar, text)
         yield bar.stop
+
+
+def moves(bar: Progress, text: str) -> Callable[[int, int, int], None]:
+    """A `Generation.on_progress` that moves a bar: requests ahead while there are any, then positions done."""
+    task = bar.add_task(text, total=None, count="")
+
+    def heard(ahead: int, done: int, total: int) -> None:
+        if ahead:
+            bar.update(task, description=f"{ahead} ahead", count="")
+        else:
+            count = f"{done} of {total}" if total else ""
+            bar.update(task, description=text, completed=done, total=total or None, count=count)
+
+    return heard
+
+
+def lines(clock: Callable[[], float] = time.monotonic) -> Callable[[int, int, int], None]:
+    """A `Generation.on_progress` that says the same in lines, one each `LINE_S` seconds at most."""
+    last = clock()
+
+    def heard(ahead: int, done: int, total: int) -> None:
+        nonlocal last
+        if clock() - last < LINE_S or not (ahead or total):
+            return
+        last = clock()
+        say(f"{ahead} ahead" if ahead else f"prefill: {done} of {total} positions")
+
+    return heard
 
 
 def show_timing(completion: Completion) -> None:
@@ -99,8 +136,9 @@ def timing_rows(completion: Completion) -> list[tuple[str, str]]:
     produced = len(completion.tokens)
     sent = "-"
     if timing.sent_bytes:
-        rate = _rate(timing.sent_bytes / 1e6, timing.transfer_s)
-        sent = f"{timing.sent_bytes / 1e6:.2f} MB ({timing.codec}), {rate} MB/s"
+        megabytes = timing.sent_bytes / 1e6
+        rate = f"{timing.link_rate / 1e6:.1f} MB/s" if timing.link_rate else "-"
+        sent = f"{megabytes:.2f} MB ({timing.codec}), {rate}"
     return [
         ("mode", f"{timing.mode} ({timing.why})"),
         ("prompt", f"{completion.prompt_tokens} tokens"),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 import hetsplit
 from hetsplit.cli import app
+from hetsplit.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "the cat sat on the mat and the dog sat on the log, then the cat and the dog ate the ham. "
@@ -212,6 +213,68 @@ def test_refused_decode_worker_whose_prefill_is_not_there(tiny: Path, worker_for
     refused(cli("generate", tiny, "hello", "--prefill", address, "--decode", decode), 4, address)
 
 
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model must not be looked for: that may download it."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise AssertionError("the model was touched")
+
+    monkeypatch.setattr("hetsplit.preflight.locate", fail)
+
+
+@pytest.mark.parametrize("side", ["--prefill", "--decode"])
+def test_refused_dead_peer_before_the_model_is_looked_at(untouched: None, side: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    refused(cli("generate", "org/name", "hello", side, address), 4, address)
+
+
+def test_refused_dead_prefill_of_a_decode_worker_before_the_model_is_looked_at(
+    untouched: None, tiny: Path, worker_for: Callable[..., str]
+) -> None:
+    decode, address = worker_for(tiny, "decode"), f"127.0.0.1:{free_port()}"
+    refused(cli("generate", "org/name", "hello", "--prefill", address, "--decode", decode), 4, address)
+
+
+@contextmanager
+def silent_servers(count: int) -> Iterator[list[str]]:
+    """Addresses where connections are taken and never answered."""
+    with ExitStack() as closing:
+        servers = [closing.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        yield [f"127.0.0.1:{server.getsockname()[1]}" for server in servers]
+
+
+def test_refused_silent_peers_are_asked_at_once_and_given_the_time_asked_for(untouched: None) -> None:
+    with silent_servers(4) as addresses:
+        sides = [word for address in addresses for word in ("--prefill", address)]
+        start = time.monotonic()
+        refused(cli("generate", "org/name", "hello", *sides, "--connect-timeout", "0.8"), 4, addresses[0])
+    assert 0.7 < time.monotonic() - start < 2.4
+
+
+def test_refused_prompt_before_the_weights_are_read(
+    tiny: Path, worker_for: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = worker_for(tiny, "decode")
+    monkeypatch.setattr("hetsplit.weights.checkpoint.StoredCheckpoint.fingerprint", None)
+    refused(cli("generate", tiny, "x" * 400, "--decode", address), 2, "the context is 256")
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_refused_download_shows_its_progress_on_a_terminal(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(model: str, *, progress: bool = False) -> None:
+        asked.append(progress)
+        raise ConfigError("not today")
+
+    monkeypatch.setattr("hetsplit.preflight.locate", refuse)
+    monkeypatch.setattr("hetsplit.terminal.interactive", lambda: shown)
+    refused(cli("generate", "org/name", "hello"), 2, "not today")
+    refused(cli("demo", "--model", "org/name"), 2, "not today")
+    assert asked == [shown, shown]
+
+
 def test_refused_another_model_on_the_decode_side(tiny: Path, other: Path, worker_for: Callable[..., str]) -> None:
     decode = worker_for(other, "decode")
     refused(cli("generate", tiny, "hello", "--decode", decode), 3, decode, "weights", "here", "there")
@@ -256,6 +319,43 @@ def test_refused_sampling_value(tiny: Path, option: str, value: str, allowed: st
     result = cli("generate", tiny, "hello", option, value)
     refused(result, 2, value, allowed)
     assert re.search(name, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("generate", "m", "hello", "--stop", "\udcff"), ("stop", "\\udcff", "valid Unicode")),
+        (("generate", "m", "bad \udcff"), ("prompt is not UTF-8",)),
+        (("generate", "~no-such-user/x", "hello"), ("~no-such-user/x", "home directory")),
+        (("generate", "x" * 400, "hello"), ("xxx...", "too long")),
+        (("generate", "m", "hello", "--decode", "unix:/tmp/\udcff"), ("unix:/tmp/\\udcff", "printable ASCII")),
+        (("generate", "m", "hello", "--prefill", "unix:/tmp/\udcff"), ("unix:/tmp/\\udcff", "printable ASCII")),
+        (("worker", "m", "--listen", "unix:/tmp/\udcff"), ("unix:/tmp/\\udcff", "printable ASCII")),
+        (("worker", "~no-such-user/x"), ("~no-such-user/x", "home directory")),
+        (("worker", "/tmp/\udcff"), ("/tmp/\\udcff", "no path")),
+        (("demo", "--model", "~no-such-user/x"), ("~no-such-user/x", "home directory")),
+    ],
+)
+def test_refused_text_that_is_none(args: tuple[str, ...], named: tuple[str, ...]) -> None:
+    refused(cli(*args), 2, *named)
+
+
+def test_refused_prompt_of_a_demo_that_is_no_text(tiny: Path) -> None:
+    refused(cli("demo", "--model", tiny, "--prompt", "bad \udcff"), 2, "surrogate")
+
+
+@pytest.mark.parametrize("command", [("worker", "m"), ("generate", "m", "hello")])
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--connect-timeout", "0", "above 0 and below 86400"),
+        ("--connect-timeout", "nan", "above 0 and below 86400"),
+        ("--silence-timeout", "1", "at least 2"),
+        ("--silence-timeout", "inf", "above 0 and below 86400"),
+    ],
+)
+def test_refused_timeout(command: tuple[str, ...], option: str, value: str, allowed: str) -> None:
+    refused(cli(*command, option, value), 2, option, value, allowed)
 
 
 def test_refused_sampling_value_before_the_model_is_looked_at(tmp_path: Path) -> None:
@@ -484,18 +584,52 @@ def test_ctrl_c_exits_130(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_timeouts_default_to_those_of_the_library_and_reach_both_ends(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hetsplit.wire import Timeouts
+
+    given = []
+    monkeypatch.setattr("hetsplit.worker.Worker", lambda *args, **options: given.append(options["timeouts"]))
+    monkeypatch.setattr("hetsplit.split.connect", lambda *args, **options: given.append(options))
+    asked = ("--connect-timeout", "4.5", "--silence-timeout", "6")
+    for options in ((), asked):
+        cli("worker", tiny, "--device", "cpu", *options)
+        cli("generate", tiny, "hello", *GENERATE, *options)
+    limits = [(t.connect_s, t.silence_s) for t in (Timeouts(), given[0], given[2])]
+    limits += [(t["connect_timeout_s"], t["silence_timeout_s"]) for t in (given[1], given[3])]
+    assert limits == [(3, 30), (3, 30), (4.5, 6), (3, 30), (4.5, 6)]
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_wait_for_the_end(second: signal.Signals) -> None:
+    script = (
+        "import threading; from contextlib import suppress; from hetsplit import cli\n"
+        "with cli._ends_on_signal(), suppress(cli._Ended):\n"
+        "    try: print('up', flush=True); threading.Event().wait()\n"
+        "    finally: print('closing', flush=True); threading.Event().wait()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+        try:
+            for line, number in (("up\n", signal.SIGINT), ("closing\n", second)):
+                assert process.stdout.readline() == line
+                process.send_signal(number)
+            assert process.wait(20) == -second
+        finally:
+            process.kill()
+
+
 # Workers in processes of their own.
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_worker_says_what_it_is_and_ends_on_a_signal(tiny: Path, number: int, tmp_path: Path) -> None:
+def test_worker_says_what_it_is_and_ends_on_a_signal(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     options = ("--role", "decode", "--listen", f"unix:{path}", "--device", "cpu", "--dtype", "bfloat16")
     with command("worker", tiny, *options) as process:
         ready = facts(process.stdout.readline())
         assert path.is_socket()
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert ready == {
         "address": f"unix:{path}",
@@ -533,16 +667,6 @@ def test_worker_ends_on_a_signal_while_it_loads(tiny: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.e2e
-def test_worker_ends_with_its_standard_input(tiny: Path) -> None:
-    with command("worker", tiny, "--device", "cpu", "--end-with-stdin", stdin=subprocess.PIPE) as process:
-        facts(process.stdout.readline())
-        process.stdin.close()
-        process.stdin = None
-        _, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
-
-
-@pytest.mark.e2e
 def test_worker_off_loopback_serves_those_who_have_token_and_ca(
     tiny: Path, expected: str, certificate: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -569,12 +693,15 @@ def test_worker_off_loopback_serves_those_who_have_token_and_ca(
 
 
 @pytest.mark.e2e
-def test_worker_off_loopback_at_own_risk_warns_loudly(tiny: Path) -> None:
-    with command("worker", tiny, "--listen", "0.0.0.0:0", "--insecure", "--device", "cpu") as process:
+def test_worker_off_loopback_at_own_risk_warns_loudly_and_ends_with_its_standard_input(tiny: Path) -> None:
+    options = ("--listen", "0.0.0.0:0", "--insecure", "--device", "cpu", "--end-with-stdin")
+    with command("worker", tiny, *options, stdin=subprocess.PIPE) as process:
         ready = facts(process.stdout.readline())
         assert (ready["tls"], ready["token"]) == ("off", "off")
-        process.terminate()
+        process.stdin.close()
+        process.stdin = None
         _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
     assert "WARNING: listening on 0.0.0.0:0 without TLS and a token (--insecure)" in err
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hetsplit import demo
+from hetsplit import demo, terminal
 from hetsplit.errors import ConfigError, RequestError
 from hetsplit.result import Completion, Timing, Token
+from hetsplit.split import Generation
 from tests.test_cli import ROOT, TEXT, cli, give_tokenizer, refused
+from tests.toy import eventually
 
 CORRUPT = '''
 import sys
@@ -75,22 +77,15 @@ def processes_with(text: str) -> dict[int, str]:
 
 
 @contextmanager
-def running(*options: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def running(*options: object) -> Iterator[subprocess.Popen[str]]:
     line = [sys.executable, "-m", "hetsplit", "demo", *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(line, cwd=ROOT, env=os.environ | environment, **pipes) as process:
+    with subprocess.Popen(line, cwd=ROOT, **pipes) as process:
         try:
             yield process
         finally:
             if process.poll() is None:
                 process.kill()
-
-
-def ran(*options: object, **environment: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a whole demo."""
-    with running(*options, **environment) as process:
-        out, err = process.communicate(timeout=110)
-    return process.returncode, out, err
 
 
 def completion(ids: list[int], text: str = "abc", logprob: float = -0.5) -> Completion:
@@ -156,27 +151,28 @@ def test_request_is_a_chat_where_the_model_has_a_template(model: Path) -> None:
 
 @pytest.mark.e2e
 def test_demo_ends_with_the_line(model: Path) -> None:
-    code, out, err = ran("--model", model, "--prompt", TEXT, "--max-tokens", 12)
-    assert code == 0, err
-    assert out.splitlines()[-1] == "identical to a single process"
-    assert len(out.splitlines()) > 1
-    assert "overlap: " in err
-    assert "split (asked for)" in err
+    result = cli("demo", "--model", model, "--prompt", TEXT, "--max-tokens", 12)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "identical to a single process"
+    assert len(result.stdout.splitlines()) > 1
+    assert "overlap: " in result.stderr
+    assert "split (asked for)" in result.stderr
     assert not processes_with(str(model))
 
 
 @pytest.mark.e2e
-def test_demo_of_a_corrupted_cache_fails(model: Path, tmp_path: Path) -> None:
+def test_demo_of_a_corrupted_cache_fails(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(CORRUPT)
-    code, out, err = ran("--model", model, "--prompt", TEXT, "--max-tokens", 12, PYTHONPATH=str(tmp_path))
-    assert code != 0
-    assert "identical" not in out + err
-    assert err.splitlines()[-1].startswith("error: ")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = cli("demo", "--model", model, "--prompt", TEXT, "--max-tokens", 12)
+    assert result.exit_code != 0
+    assert "identical" not in result.output
+    assert result.stderr.splitlines()[-1].startswith("error: ")
     assert not processes_with(str(model))
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_demo_that_is_ended_leaves_nothing(model: Path, number: int) -> None:
     """Even SIGKILL, which it cannot catch: its workers see the other end of their standard input close."""
     with running("--model", model, "--prompt", TEXT, "--max-tokens", 400) as process:
@@ -187,45 +183,61 @@ def test_demo_that_is_ended_leaves_nothing(model: Path, number: int) -> None:
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert "Traceback" not in err
     assert "identical" not in err
-    while processes_with(str(model)):
-        pass  # bounded by the test's time-out
-    assert not processes_with(str(model))
+    assert eventually(lambda: not processes_with(str(model)), 60)
 
 
 @pytest.mark.e2e
-def test_demo_whose_worker_cannot_start_says_why(model: Path, tmp_path: Path) -> None:
+def test_demo_whose_worker_cannot_start_says_why(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif '--role decode' in ' '.join(sys.orig_argv):\n    sys.exit('no decode worker today')\n"
+        "import sys\nif '--role prefill' in ' '.join(sys.orig_argv):\n    sys.exit('no prefill worker today')\n"
     )
-    code, out, err = ran("--model", model, "--prompt", TEXT, PYTHONPATH=str(tmp_path))
-    assert (code, out) == (4, "")
-    assert err.splitlines()[-1].startswith("error: the decode worker ended with code 1: ")
-    assert err.splitlines()[-1].endswith("no decode worker today")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = cli("demo", "--model", model, "--prompt", TEXT)
+    assert (result.exit_code, result.stdout) == (4, "")
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: the prefill worker ended with code 1: ")
+    assert last.endswith("no prefill worker today")
     assert not processes_with(str(model))
 
 
 @pytest.mark.e2e
-def test_demo_whose_worker_dies_says_so(model: Path) -> None:
-    with running("--model", model, "--prompt", TEXT, "--max-tokens", 400) as process:
-        assert process.stdout.read(1)
+def test_demo_whose_worker_dies_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = terminal.stream
+
+    def killing(generation: Generation, *, show: bool) -> Completion:
+        next(generation)
         (decode,) = [pid for pid, line in processes_with(str(model)).items() if "--role decode" in line]
         os.kill(decode, signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 4
-    assert err.splitlines()[-1].startswith("error: the decode worker ended with code -9")
+        return stream(generation, show=show)
+
+    monkeypatch.setattr(terminal, "stream", killing)
+    result = cli("demo", "--model", model, "--prompt", TEXT, "--max-tokens", 400)
+    assert result.exit_code == 4
+    assert result.stderr.splitlines()[-1].startswith("error: the decode worker ended with code -9")
     assert not processes_with(str(model))
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("corrupted", [False, True])
-def test_demo_with_the_real_model(smollm2_path: Path, corrupted: bool, tmp_path: Path) -> None:
-    if corrupted:
-        (tmp_path / "sitecustomize.py").write_text(CORRUPT)
-    options = ("--prompt", "What is the capital of France?", "--max-tokens", "8")
-    code, out, err = ran(*options, PYTHONPATH=str(tmp_path))
-    assert (code == 0) is not corrupted, err
-    if corrupted:
-        assert "identical" not in out + err
-        assert "error: token " in err
-    else:
-        assert out == "The capital of France is Paris.\nidentical to a single process\n"
+def test_the_real_model_gives_its_answer_and_a_lost_layer_shows_in_the_logprobs(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With layer 0's keys lost it still says Paris: the ids alone would prove nothing."""
+    from hetsplit import connect, load
+    from hetsplit.kv import KvBlock, KvFill
+
+    engine = load(smollm2_path, device="cpu", dtype="float32")
+    request = demo.Request(str(demo.default_model()), "What is the capital of France?", 8)
+    with connect(None, engine) as single:
+        whole = request.answer(single, show=False)
+    assert whole.text == "The capital of France is Paris."
+    put = KvFill.put
+
+    def put_zeros(fill: KvFill, block: KvBlock) -> None:
+        lost = block.layer == 0
+        put(fill, KvBlock(0, block.start, block.keys * 0, block.values) if lost else block)
+
+    with connect(engine, engine, mode="split") as split:
+        assert demo.difference(request.answer(split, show=False), whole) is None
+        monkeypatch.setattr(KvFill, "put", put_zeros)
+        corrupted = request.answer(split, show=False)
+    assert "but its logprob is" in str(demo.difference(corrupted, whole))

@@ -76,6 +76,13 @@ def test_a_bad_value_is_refused_with_its_name_and_what_is_allowed(name: str, val
     assert len(message) < 200
 
 
+@pytest.mark.parametrize("stop", ["\ud800", ["a", "b\udcff"]])
+def test_a_stop_string_that_is_no_unicode_is_refused(stop: object) -> None:
+    with pytest.raises(RequestError, match="allowed: strings of valid Unicode") as caught:
+        SamplingParams.from_options(stop=stop)
+    assert str(caught.value).isascii()
+
+
 def test_the_message_shows_value_and_type() -> None:
     with pytest.raises(RequestError, match=r"^temperature is '0\.7' \(str\); allowed: a finite number"):
         SamplingParams.from_options(temperature="0.7")

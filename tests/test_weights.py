@@ -6,6 +6,7 @@ import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import huggingface_hub
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 import hetsplit.weights.fingerprint as fingerprint_module
+from hetsplit.engines import load
 from hetsplit.errors import ConfigError
 from hetsplit.weights import locate, open_checkpoint
 from hetsplit.weights.checkpoint import half_split
@@ -337,6 +339,25 @@ def test_what_is_neither_a_path_nor_a_repository(name: str, tmp_path: Path, monk
             locate(name)
     with pytest.raises(ConfigError):
         locate(tmp_path / "org" / "name")
+
+
+@pytest.mark.parametrize("find", [locate, load])
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (None, r"model is None \(NoneType\); allowed: a folder"),
+        (5, r"model is 5 \(int\); allowed: a folder"),
+        (b"m", r"model is b'm' \(bytes\); allowed: a folder"),
+        ("~no-such-user/x", "model '~no-such-user/x': no path"),
+        ("x" * 400, r"model 'xxx.*\.\.\.: no path that can be used: File name too long"),
+        (Path("x" * 400), "File name too long"),
+        ("/tmp/\udcff", r"model '/tmp/\\udcff': no path that can be used: 'utf-8'"),
+    ],
+)
+def test_what_no_path_can_be_is_refused(find: Callable[[Any], object], model: object, named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        find(model)
+    assert len(str(caught.value)) < 300
 
 
 def test_offline_repositories_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

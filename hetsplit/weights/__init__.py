@@ -66,9 +66,19 @@ def locate(model: str | Path, *, progress: bool = False) -> Path:
     `progress` shows the hub's own bars on standard error. Raises `ConfigError` when there is no such path or
     repository, and when the hub cannot be reached.
     """
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
+    if not isinstance(model, str | Path):
+        allowed = "a folder, a .gguf file, or a repository id of the form org/name"
+        raise ConfigError(f"model is {model!r:.80} ({type(model).__name__}); allowed: {allowed}")
+    try:
+        str(model).encode()  # peers and tokenizer files are told the path as text
+        path = Path(model).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, UnicodeError) as error:  # too long, a home that nobody has, not UTF-8
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        text = ascii(str(model))
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
+        raise ConfigError(f"model {shown}: no path that can be used: {why}") from error
     if not isinstance(model, str) or not _REPOSITORY.fullmatch(model):
         raise ConfigError(f"{model}: no such folder or file, and no repository id of the form org/name")
     return _download(model, progress)
