@@ -1,0 +1,10 @@
+"""Five lines: two engines in one process, joined through real gRPC on loopback. Usage: quickstart.py MODEL"""
+
+import sys
+
+import hetsplit
+
+with hetsplit.connect(hetsplit.load(sys.argv[1]), hetsplit.load(sys.argv[1])) as split:
+    for token in split.chat([{"role": "user", "content": "What is the capital of France?"}]):
+        print(token.text, end="", flush=True)
+print()
