@@ -153,11 +153,11 @@ def test_a_fill_with_one_short_layer_is_not_sealed(n: int, short: int) -> None:
 
 def test_a_fill_is_not_sealed_while_blocks_are_staged() -> None:
     class Staging(ToyStore):
-        staged = 2
+        waiting = 2
 
         def settle(self) -> bool:
-            self.staged -= 1
-            return self.staged <= 0
+            self.waiting -= 1
+            return self.waiting <= 0
 
     engine = ToyEngine()
     store = Staging(engine, 2)
