@@ -309,7 +309,8 @@ def test_a_port_in_use_is_refused(first: str, second: str) -> None:
     with joined(address=f"{first}:0") as peer:
         address = f"{second}:{peer.address.rpartition(':')[2]}"
         start = time.monotonic()
-        with pytest.raises(ConfigError, match=f"cannot listen on {address.replace('[', '.')}: (?i:address already in use)"):
+        why = f"cannot listen on {address.replace('[', '.')}: (?i:address already in use)"
+        with pytest.raises(ConfigError, match=why):
             Server(address, Echo(), ServerSecurity(insecure=True))
         assert time.monotonic() - start < 5
         assert peer.describe().model == "echo"
