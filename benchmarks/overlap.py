@@ -242,7 +242,7 @@ def main() -> None:
     elif options.receive:
         receive(json.loads(options.receive))
     else:
-        found, rounds, notes = measure(45.0, 99) if options.quick else measure(600.0, 25)
+        found, rounds, notes = measure(45.0, 99) if options.quick else measure(180.0, 25)
         record.write(options, "overlap", found, rounds, notes)
 
 

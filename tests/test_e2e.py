@@ -432,5 +432,6 @@ def test_loading_holds_one_tensor_more_than_the_model(dtype: str, large_folder: 
     stored = (large_folder / "model.safetensors").stat().st_size
     parameters = stored if dtype == "float32" else stored // 2
     largest = 8192 * 1024 * 4
-    assert 0.95 * parameters < found["kept"] < 1.2 * parameters, found
+    own = 48 << 20  # what threads, allocator and kernels of torch take, whatever the model
+    assert 0.95 * parameters < found["kept"] < parameters + own, found
     assert found["peak"] < 1.35 * parameters + largest, found
