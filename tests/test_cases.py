@@ -40,6 +40,8 @@ from tests.models import (
 )
 from tests.toy import eventually
 
+pytestmark = pytest.mark.slow  # as a file: `make check` has a minute for all
+
 WAYS = ["local", "pull", "push"]
 SPLIT_WAYS = ["pull", "push"]
 IDS = {"llama": LLAMA_IDS, "llama82": LLAMA82_IDS, "tied": TIED_IDS, "rope": ROPE_IDS}

@@ -40,6 +40,8 @@ from tests.faults import (
 )
 from tests.toy import ToyEngine, eventually, reference, toy_logits
 
+pytestmark = pytest.mark.slow  # as a file: `make check` has a minute for all
+
 WANT = [token for token, _ in reference(TOKENS, max_tokens=4)]
 
 

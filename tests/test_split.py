@@ -39,6 +39,8 @@ from hetsplit.worker import Worker
 from tests.faults import HostilePrefill, silent_script, stream_script
 from tests.toy import LAYERS, ToyEngine, eventually, reference
 
+pytestmark = pytest.mark.slow  # as a file: `make check` has a minute for all
+
 P40 = [(37 * i + 5) % 97 for i in range(40)]
 WAYS = ["local", "pull", "push", "addresses", "own", "engine+address"]
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 40, 255]
