@@ -10,16 +10,13 @@ import grpc
 from hetsplit import frames
 from hetsplit._pb import hetsplit_pb2 as pb
 from hetsplit.address import check_free, parse_address
-from hetsplit.errors import AuthError, ConfigError, PeerFailed, PeerTimeout
+from hetsplit.errors import AuthError, ConfigError, PeerFailed, PeerTimeout, PeerUnavailable
 from hetsplit.protocol import Message
 from hetsplit.security import ServerSecurity, check_listen
 from hetsplit.wire.shared import KEEPALIVE, SERVICE, Silence, Timeouts, abort
 
 MAX_CALLS = 264
 """Two for each push that a decode worker admits, running or waiting, and a few to ask how it is."""
-
-REFUSE_S = 10.0
-"""How long calls that run may go on between `refuse` and `close`."""
 
 _SERVER_OPTIONS = (
     *KEEPALIVE,
@@ -69,9 +66,10 @@ class Server:
         check_listen(address, security)
         # More threads than calls: a handler that waits can never keep an accepted call from running.
         self._pool = ThreadPoolExecutor(max_calls + 8, "hetsplit-rpc")
+        self._router = _Router(service, security.token, timeouts.silence_s)
         self._grpc = grpc.server(
             self._pool,
-            handlers=[_Router(service, security.token, timeouts.silence_s)],
+            handlers=[self._router],
             options=_SERVER_OPTIONS,
             maximum_concurrent_rpcs=max_calls,
         )
@@ -80,7 +78,7 @@ class Server:
 
     def refuse(self) -> None:
         """Takes no further calls; those that run go on until `close`."""
-        self._grpc.stop(REFUSE_S)
+        self._router.closing = True  # gRPC's own stop would answer some calls with CANCELLED, which names nobody
 
     def close(self, grace_s: float = 0.5) -> None:
         """Ends running calls after `grace_s` seconds."""
@@ -126,12 +124,16 @@ class _Router(grpc.GenericRpcHandler):  # type: ignore[misc]
         }
         # Streaming, since a unary handler would first wait for the request.
         self._refusal = grpc.stream_stream_rpc_method_handler(_refuse)
+        self._farewell = grpc.stream_stream_rpc_method_handler(_bid_farewell)
+        self.closing = False
 
     def service(self, handler_call_details: Any) -> Any:
         if self._expected is not None:
             shown = dict(handler_call_details.invocation_metadata).get("authorization", "")
             if not hmac.compare_digest(str(shown).encode(), self._expected):
                 return self._refusal
+        if self.closing:
+            return self._farewell
         return self._handlers.get(handler_call_details.method)
 
     def _streaming(self, handler: Any, request: Any, serializer: Any) -> Any:
@@ -190,6 +192,10 @@ def _unary(handler: Any, request: Any) -> Any:
     return grpc.unary_unary_rpc_method_handler(
         serve, request_deserializer=request.FromString, response_serializer=lambda reply: reply.SerializeToString()
     )
+
+
+def _bid_farewell(messages: Iterator[bytes], context: Any) -> NoReturn:
+    abort(context, PeerUnavailable("the worker is closing"))
 
 
 def _refuse(messages: Iterator[bytes], context: Any) -> NoReturn:
