@@ -19,6 +19,12 @@ value that was wrong and what was allowed.
 from typing import ClassVar
 
 
+def brief(value: object) -> str:
+    """A wrong value as a message shows it: its repr, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 class HetsplitError(Exception):
     """Root of every error hetsplit raises on purpose."""
 

@@ -21,6 +21,7 @@ from hetsplit.tokenizer import Tokenizer, load_tokenizer
 from hetsplit.weights import Checkpoint, locate, open_checkpoint
 from hetsplit.wire import HEARTBEAT_S, Peer, Timeouts
 from hetsplit.worker.prefill import MAX_CHUNK
+from hetsplit.worker.request import check_room
 from hetsplit.worker.service import check_identity
 
 NO_MODEL = "-"
@@ -105,10 +106,7 @@ def check_prompt(tokenizer: Tokenizer | None, prompt: str, *, chat: bool, contex
     if tokenizer is None:
         raise RequestError("a prompt of text needs a tokenizer, this model folder has none")
     tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
-    if not prompt or not tokens:
-        raise RequestError("an empty prompt; at least one token is needed")
-    if len(tokens) >= context:
-        raise RequestError(f"a prompt of {len(tokens)} tokens leaves no free position, the context is {context}")
+    check_room(len(tokens) if prompt else 0, context)
 
 
 def inspect(model: str, *, progress: bool = False) -> tuple[Checkpoint, Tokenizer | None]:

@@ -21,6 +21,7 @@ from hetsplit.errors import (
     LocalProtocolError,
     ProtocolError,
     RemoteProtocolError,
+    brief,
 )
 from hetsplit.kv import Coverage, KvBlock, KvFill
 from hetsplit.spec import DType, KvLayer, KvLayout, ModelSpec
@@ -62,7 +63,7 @@ class Identity:
                     return fault
             elif mine != theirs and not (name == "weights" and mixed_weights):
                 hint = " (the same model in another precision? then mixed_weights=True)" if name == "weights" else ""
-                return f"{name}: {_brief(mine)} here, {_brief(theirs)} there{hint}"
+                return f"{name}: {brief(mine)} here, {brief(theirs)} there{hint}"
         return None
 
 
@@ -73,11 +74,6 @@ def _frequency_difference(mine: tuple[float, ...], theirs: tuple[float, ...]) ->
         if not math.isclose(a, b, rel_tol=1e-6):
             return f"inv_freq[{i}]: {a!r} here, {b!r} there (RoPE base or scaling)"
     return None
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hetsplit.errors import ConfigError
+from hetsplit.errors import ConfigError, RequestError, brief
 
 _COUNT_MAX = 2**24
 _LAYERS_MAX = 4096
@@ -97,6 +97,12 @@ class ModelSpec:
     inv_freq: tuple[float, ...]
     bos_id: int | None
     eos_ids: tuple[int, ...]
+
+    def check_ids(self, tokens: Sequence[int]) -> None:
+        """Raises `RequestError` naming the first id outside the vocabulary."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise RequestError(f"token id {wrong}, allowed: 0 to {self.vocab_size - 1}")
 
     def layout(self, dtype: DType) -> KvLayout:
         return KvLayout((KvLayer(self.kv_heads, self.head_dim),) * self.n_layers, dtype)
@@ -190,7 +196,7 @@ class _Fields:
         return self.values.get(name)
 
     def fault(self, name: str, allowed: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} is {_shown(self.get(name))}; {allowed}")
+        return ConfigError(f"{self.where}: {name} is {brief(self.get(name))}; {allowed}")
 
     def integer(self, name: str, high: int = _COUNT_MAX, *, default: int | None = None) -> int:
         value = default if self.get(name) is None else self.get(name)
@@ -217,11 +223,6 @@ class _Fields:
 
     def missing(self, name: str) -> ConfigError:
         return ConfigError(f"{self.where}: the required field {name} is missing")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _decimal(value: float) -> float:
@@ -251,7 +252,7 @@ def _token_ids(found: Sequence[tuple[str, Any]], name: str, vocab: int) -> tuple
         for token in value if isinstance(value, list) else [] if value is None else [value]:
             if not isinstance(token, int) or isinstance(token, bool):
                 raise ConfigError(
-                    f"{where}: {name} is {_shown(value)}; an integer, a list of integers or null is allowed"
+                    f"{where}: {name} is {brief(value)}; an integer, a list of integers or null is allowed"
                 )
             if 0 <= token < vocab:
                 ids.add(token)
@@ -307,7 +308,7 @@ def _hf_rope_block(config: _Fields) -> _Fields:
             if value is None:
                 continue
             if key in merged and merged[key] != value:
-                raise ConfigError(f"config.json: {key} is {_shown(merged[key])} and, in {source}, {_shown(value)}")
+                raise ConfigError(f"config.json: {key} is {brief(merged[key])} and, in {source}, {brief(value)}")
             merged[key] = value
     return _Fields(merged, "config.json rope parameters")
 
@@ -316,7 +317,7 @@ def _hf_frequencies(config: _Fields, head_dim: int) -> NDArray[np.float64]:
     block = _hf_rope_block(config)
     kind = block.values.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-        raise ConfigError(f"config.json: rope type {_shown(kind)} is not supported; default and llama3 are")
+        raise ConfigError(f"config.json: rope type {brief(kind)} is not supported; default and llama3 are")
     if unknown := set(block.values) - _ROPE_KEYS[kind]:
         raise ConfigError(
             f"config.json: rope parameters of type {kind} hold {sorted(map(str, unknown))}, not supported"

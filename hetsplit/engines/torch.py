@@ -149,7 +149,7 @@ class TorchEngine:
         tokens = [token for row in rows for token in row.tokens]
         if min(segment.count for segment in segments) < 1:
             raise EngineError("a row of 0 tokens, at least 1 allowed")
-        self._check_ids(tokens)
+        self.spec.check_ids(tokens)
         with backend_errors(f"a decode step of {len(rows)} rows"):
             x = self.model.embedded(tokens)
             for _ in self.model.forward(x, segments):
@@ -166,13 +166,7 @@ class TorchEngine:
             raise RequestError(f"a chunk of {chunk} tokens, at least 1 allowed")
         if span.step != 1 or not 0 <= span.start <= max(span.start, span.stop) <= len(tokens):
             raise RequestError(f"{span} of a prompt of {len(tokens)} tokens, allowed: [0, {len(tokens)})")
-        self._check_ids(tokens[span.start : span.stop])
-
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        vocab = self.spec.vocab_size
-        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
-            wrong = next(token for token in tokens if not 0 <= token < vocab)
-            raise RequestError(f"token id {wrong}, allowed: 0 to {vocab - 1}")
+        self.spec.check_ids(tokens[span.start : span.stop])
 
 
 def _own(store: KvStore) -> TorchStore:

@@ -210,8 +210,7 @@ def check_prefill(engine: Prefiller, tokens: tuple[int, ...], span: range, chunk
     if len(tokens) > engine.spec.context:
         raise RequestError(f"a prompt of {len(tokens)} tokens, the prefill worker's context is {engine.spec.context}")
     check_chunk(chunk)
-    if bad := next((t for t in tokens if not 0 <= t < engine.spec.vocab_size), None):
-        raise RequestError(f"token id {bad}, allowed: 0 to {engine.spec.vocab_size - 1}")
+    engine.spec.check_ids(tokens)
 
 
 def transfer(source: PrefillSource, task: PrefillTask, sender: Sender, heartbeat_s: float) -> Iterator[bytes]:

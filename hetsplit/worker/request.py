@@ -88,14 +88,18 @@ class Request:
             callback()
 
 
+def check_room(tokens: int, context: int) -> None:
+    """Raises `RequestError` for a prompt of no tokens, or of so many that none can follow."""
+    if not tokens:
+        raise RequestError("an empty prompt; at least one token is needed")
+    if tokens >= context:
+        raise RequestError(f"a prompt of {tokens} tokens leaves no free position, the context is {context}")
+
+
 def _job(prompt: tuple[int, ...], params: SamplingParams, engine: Decoder) -> Job:
     context = engine.spec.context
-    if not prompt:
-        raise RequestError("an empty prompt; at least one token is needed")
-    if len(prompt) >= context:
-        raise RequestError(f"a prompt of {len(prompt)} tokens leaves no free position, the context is {context}")
-    if bad := next((t for t in prompt if not 0 <= t < engine.spec.vocab_size), None):
-        raise RequestError(f"token id {bad}, allowed: 0 to {engine.spec.vocab_size - 1}")
+    check_room(len(prompt), context)
+    engine.spec.check_ids(prompt)
     stop_ids = frozenset() if params.ignore_eos else frozenset(stop_ids_of(engine))
     return Job(secrets.token_hex(8), prompt, min(params.max_tokens, context - len(prompt)), stop_ids)
 
