@@ -550,11 +550,11 @@ def test_two_dead_addresses() -> None:
 @pytest.mark.parametrize("way", ["pull", "push", "local"])
 def test_concurrent_requests_never_see_each_other(way: str) -> None:
     prompts = [P40[r:] + P40[:r] for r in range(16)] + [P40[:n] for n in range(3, 41, 4)]
-    wants = [reference(prompt, max_tokens=48, logprobs=0) for prompt in prompts]
-    prefill, decode = ToyEngine(unit_s=0.001, device="toy:0"), ToyEngine(device="toy:1")
+    wants = [reference(prompt, max_tokens=96, logprobs=0) for prompt in prompts]
+    prefill, decode = ToyEngine(unit_s=0.0002, device="toy:0"), ToyEngine(device="toy:1")
     with split(way, prefill, decode, chunk=7) as joined, ThreadPoolExecutor(len(prompts)) as pool:
         for _ in range(3):
-            results = list(pool.map(lambda prompt: joined.complete(prompt, max_tokens=48, logprobs=0), prompts))
+            results = list(pool.map(lambda prompt: joined.complete(prompt, max_tokens=96, logprobs=0), prompts))
             for want, got in zip(wants, results, strict=True):
                 assert [(t.id, t.logprob) for t in got.tokens] == want
         assert eventually(lambda: decode.reserved == 0)
