@@ -18,7 +18,7 @@ from rich.table import Table
 from hetsplit.result import Completion, Token
 
 if TYPE_CHECKING:
-    from hetsplit.engines.torch import TorchEngine
+    from hetsplit.engines import Engine
     from hetsplit.split import Generation
 
 
@@ -35,7 +35,7 @@ def interactive() -> bool:
     return _console().is_terminal
 
 
-def load(model: str, *, device: str, dtype: str | None, role: str) -> "TorchEngine":
+def load(model: str, *, device: str, dtype: str | None, role: str) -> "Engine":
     """`engines.load`, with its progress shown."""
     from hetsplit import engines
     from hetsplit.weights import locate

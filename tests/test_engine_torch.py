@@ -522,7 +522,7 @@ def test_load_takes_half_precision_as_bfloat16(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "tensorflow"}, "engine 'tensorflow' is unknown, allowed: torch"),
+        ({"engine": "tensorflow"}, "engine 'tensorflow' is unknown, allowed: llamacpp, mlx, torch, transformers"),
         ({"role": "draft"}, "role 'draft' is unknown, allowed: both, prefill, decode"),
         ({"dtype": "float16"}, "dtype 'float16' is not computed with, allowed: float32, bfloat16"),
         ({"dtype": DType.FLOAT16}, "dtype 'float16' is not computed with, allowed: float32, bfloat16"),

@@ -1,4 +1,4 @@
-"""What an engine must offer: the `Prefiller`, `Decoder` and `LocalPrefill` protocols, and `load`.
+"""What an engine must offer: the `Prefiller`, `Decoder` and `LocalPrefill` protocols; and finding and loading engines.
 
 One thread per engine runs every method below except `KvStore.write`. Engines convert at their own border: what they
 yield and take is always the canonical form of `kv`. Knows nothing of transfers, requests or sampling.
@@ -6,9 +6,10 @@ yield and take is always the canonical form of `kv`. Knows nothing of transfers,
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,9 @@ from hetsplit.kv import KvBlock, KvCache, KvStore
 from hetsplit.spec import DType, KvLayout, ModelSpec
 from hetsplit.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # an engine's library is loaded with the engine
-    from hetsplit.engines.torch import TorchEngine
+GROUP = "hetsplit.engines"
+"""The entry points by which engines register: a name, and `module:load`, a `Loader`."""
 
-ENGINES = ("torch",)
 ROLES = ("both", "prefill", "decode")
 
 
@@ -87,6 +87,43 @@ class LocalPrefill(Protocol):
         ...
 
 
+class Engine(Prefiller, Decoder, LocalPrefill, Protocol):
+    """An engine for every role. One that serves a single role offers that role's part; workers check it."""
+
+
+class Loader(Protocol):
+    """What an engine registers. Raises `ConfigError` for a model, device or dtype that it cannot serve, by name."""
+
+    def __call__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        dtype: DType | str | None = None,
+        role: str = "both",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Engine: ...
+
+
+def installed() -> dict[str, EntryPoint]:
+    """Every engine that a package in this environment registers, by name; its library may still be missing."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def loader(engine: str) -> Loader:
+    """The engine's `load`. Raises `ConfigError` for an unknown name, and naming the extra of a missing library."""
+    known = installed()
+    if engine not in known:
+        raise ConfigError(f"engine {engine!r} is unknown, allowed: {', '.join(sorted(known)) or 'none'}")
+    try:
+        found: Loader = known[engine].load()
+    except ImportError as error:
+        ours = known[engine].value.startswith("hetsplit.")
+        cure = f"pip install 'hetsplit[{engine}]'" if ours else f"install what {known[engine].value} needs"
+        raise ConfigError(f"engine {engine!r} is not installed ({error}); {cure}") from error
+    return found
+
+
 def load(
     model: str | Path,
     *,
@@ -95,20 +132,17 @@ def load(
     dtype: DType | str | None = None,
     role: str = "both",
     progress: Callable[[int, int], None] | None = None,
-) -> "TorchEngine":
+) -> "Engine":
     """Load a model into an engine.
 
-    `model`: a Hugging Face folder, a .gguf file or a repository id `org/name`. `device`: `auto` takes cuda, mps or
-    cpu, the first that is here. `dtype`: `bfloat16` or `float32`; None means the checkpoint's own, where float16 is
-    loaded as bfloat16, and float32 on a device without bfloat16. `role`: `both`, `prefill` or `decode`; this engine
-    serves all three alike. `progress` hears (tensors done, tensors in all).
+    `model`: a Hugging Face folder, a .gguf file or a repository id `org/name`. `engine`: `torch`, `transformers`,
+    `llamacpp`, `mlx`, or one that another package registers. `device`: `auto` takes the best that is here. `dtype`:
+    `bfloat16` or `float32`; None means the checkpoint's own, where float16 is loaded as bfloat16, and float32 on a
+    device without bfloat16. `role`: `both`, `prefill` or `decode`, what the engine will be used for. `progress` hears
+    (tensors done, tensors in all).
 
     Raises `ConfigError` naming what cannot be used and what can.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"engine {engine!r} is unknown, allowed: {', '.join(ENGINES)}")
     if role not in ROLES:
         raise ConfigError(f"role {role!r} is unknown, allowed: {', '.join(ROLES)}")
-    from hetsplit.engines.torch import load as load_torch
-
-    return load_torch(model, device=device, dtype=dtype, progress=progress)
+    return loader(engine)(model, device=device, dtype=dtype, role=role, progress=progress)

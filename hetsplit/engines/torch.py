@@ -180,6 +180,7 @@ def load(
     *,
     device: str = "auto",
     dtype: DType | str | None = None,
+    role: str = "both",
     progress: Callable[[int, int], None] | None = None,
 ) -> TorchEngine:
     """See `hetsplit.engines.load`."""
