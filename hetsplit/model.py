@@ -9,18 +9,23 @@ who stops there has paid for nothing else. Tensor letters are those of `ModelSpe
 key/value heads, `D` head width, `E` model width, `I` width of the MLP, `V` vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hetsplit.errors import ConfigError
+from hetsplit.matrix import Dense, Matrix, Packed, Rounded, check_packable, matrix
 from hetsplit.spec import DType, ModelSpec
+from hetsplit.weights.checkpoint import StoredBlocks
+from hetsplit.weights.names import tensor_shapes
 
-PACKED_FOR_ROWS = 256  # the rows of a usual chunk; one row is as fast with it
 TORCH_DTYPE = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
+
+Weight = Tensor | StoredBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +33,16 @@ class Layer:
     """Parameters of one layer, matrices `[out, in]` as in `torch.nn.Linear`, norms in float32."""
 
     attn_norm: Tensor  # [E]
-    qkv: Tensor  # [(H + 2 G) D, E]
-    o: Tensor  # [E, H D]
+    qkv: Matrix  # [(H + 2 G) D, E]
+    o: Matrix  # [E, H D]
     mlp_norm: Tensor  # [E]
-    gate: Tensor  # [I, E]
-    up: Tensor  # [I, E]
-    down: Tensor  # [E, I]
+    gate: Matrix  # [I, E]
+    up: Matrix  # [I, E]
+    down: Matrix  # [E, I]
+
+
+# Parameters of a layer that several canonical tensors make up, below each other.
+_FUSED = {"qkv": ("q", "k", "v")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,83 +63,105 @@ class Segment:
 
 
 class Model:
-    """A decoder whose parameters are allocated and not yet filled; see `load`."""
+    """A decoder transformer on one device; it has no parameters before `load`.
 
-    def __init__(self, spec: ModelSpec, device: str, dtype: DType) -> None:
-        self.spec, self.device, self.dtype = spec, torch.device(device), dtype
-        s = spec
-        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        self.embed = self._parameter(s.vocab_size, s.width)
-        self.head = self.embed if s.tied_head else self._parameter(s.vocab_size, s.width)
-        self.norm = self._norm_parameter()
-        self.layers = [
-            Layer(
-                attn_norm=self._norm_parameter(),
-                qkv=self._parameter(q + 2 * kv, s.width),
-                o=self._parameter(s.width, q),
-                mlp_norm=self._norm_parameter(),
-                gate=self._parameter(s.intermediate, s.width),
-                up=self._parameter(s.intermediate, s.width),
-                down=self._parameter(s.width, s.intermediate),
-            )
-            for _ in range(s.n_layers)
-        ]
-        self.inv_freq = torch.tensor(s.inv_freq, dtype=torch.float32, device=self.device)
-        self.eps = torch.tensor(s.norm_eps, dtype=torch.float32, device=self.device)
+    `dtype` is what it computes in. `packed_bits`: None keeps matrices in that dtype; 0 keeps those that the checkpoint
+    stores in blocks as they are (`matrix.Packed`); 4 or 8 packs all others too, rounded to so many bits, the head to 8.
+    """
 
-    def _parameter(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=TORCH_DTYPE[self.dtype], device=self.device)
+    embed: Weight  # [V, E]
+    head: Matrix  # [V, E]
+    norm: Tensor  # [E]
+    layers: Sequence[Layer]
 
-    def _norm_parameter(self) -> Tensor:
-        return torch.empty(self.spec.width, dtype=torch.float32, device=self.device)
-
-    def places(self) -> dict[str, Tensor]:
-        """Where each canonical tensor belongs: its name to a parameter, or to its rows in a fused one."""
-        s = self.spec
-        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        places = {"embed": self.embed, "norm": self.norm}
-        if not s.tied_head:
-            places["head"] = self.head
-        for i, layer in enumerate(self.layers):
-            parts = {name: getattr(layer, name) for name in ("attn_norm", "o", "mlp_norm", "gate", "up", "down")}
-            parts["q"], parts["k"], parts["v"] = layer.qkv.split_with_sizes((q, kv, kv))
-            places |= {f"layers.{i}.{name}": place for name, place in parts.items()}
-        return places
+    def __init__(self, spec: ModelSpec, device: str, dtype: DType, packed_bits: int | None = None) -> None:
+        self.spec, self.device, self.dtype, self.packed_bits = spec, torch.device(device), dtype, packed_bits
+        self.inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=self.device)
+        self.eps = torch.tensor(spec.norm_eps, dtype=torch.float32, device=self.device)
 
     @torch.inference_mode()
     def load(
-        self, tensors: Iterable[tuple[str, Tensor]], progress: Callable[[int, int], None] | None = None
+        self, tensors: Iterable[tuple[str, Weight]], progress: Callable[[int, int], None] | None = None
     ) -> "Model":
-        """Copy each tensor straight into its place; `progress` hears (tensors done, tensors in all).
+        """Take canonical tensors in any order; `progress` hears (tensors done, tensors in all).
 
-        One tensor is held at a time. Raises `ConfigError` for a tensor that is unknown, given twice or of another
-        shape, and when one is missing.
+        A tensor is held until the parameter that it is a part of is whole. Raises `ConfigError` for a tensor that is
+        unknown, given twice or of another shape, and when one is missing.
         """
-        places = self.places()
-        total = len(places)
+        shapes = tensor_shapes(self.spec)
+        total = len(shapes)
+        parameters: dict[str, Any] = {}
+        waiting: dict[str, Weight] = {}
         for name, tensor in tensors:
-            place = places.pop(name, None)
-            if place is None:
-                raise ConfigError(f"tensor {name!r} is unknown or given twice; still expected: {_some(places)}")
-            if place.shape != tensor.shape:
-                raise ConfigError(f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(place.shape)}")
-            place.copy_(tensor)
+            shape = shapes.pop(name, None)
+            if shape is None:
+                raise ConfigError(f"tensor {name!r} is unknown or given twice; still expected: {_some(shapes)}")
+            if tuple(tensor.shape) != shape:
+                raise ConfigError(f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
+            waiting[name] = tensor
             del tensor  # before the next one is read
+            whole, parts = _whole(name)
+            if all(part in waiting for part in parts):
+                found = [waiting.pop(part) for part in parts]
+                parameters |= self._parameter(whole, found)
+                for part in found:
+                    if isinstance(part, StoredBlocks):
+                        part.let_go()
+                del found, part
             if progress is not None:
-                progress(total - len(places), total)
-        if places:
-            raise ConfigError(f"the checkpoint lacks {len(places)} of {total} tensors: {_some(places)}")
-        self._pack()
+                progress(total - len(shapes), total)
+        if shapes:
+            raise ConfigError(f"the checkpoint lacks {len(shapes)} of {total} tensors: {_some(shapes)}")
+        self._assemble(parameters)
         return self
 
-    def _pack(self) -> None:
-        """Put a layer's matrices into oneDNN's own order where that makes products faster: bfloat16 on a CPU."""
-        on_cpu = self.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        if not (on_cpu and self.dtype is DType.BFLOAT16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-            return
-        for i, layer in enumerate(self.layers):
-            matrices = {name: _packed(getattr(layer, name)) for name in ("qkv", "o", "gate", "up", "down")}
-            self.layers[i] = replace(layer, **matrices)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters on the device; a packed model's embedding is none of them."""
+        held: list[Any] = [self.norm, self.head]
+        held += [getattr(layer, name) for layer in self.layers for name in layer.__slots__]
+        held += [self.embed] if isinstance(self.embed, Tensor) and not self.spec.tied_head else []
+        return sum(parameter.nbytes for parameter in held)
+
+    def _parameter(self, name: str, parts: Sequence[Weight]) -> dict[str, Any]:
+        """A vector in float32, a matrix in its fastest form; the embedding is the head as well where they are tied."""
+        if name != "embed":
+            return {name: self._matrix(name, parts) if len(parts[0].shape) > 1 else self._vector(parts)}
+        if self.packed_bits is None:
+            embed = self._plain(parts)
+            return {"embed": embed} | ({"head": Dense(embed)} if self.spec.tied_head else {})
+        # What is packed cannot be looked up: then rows are read where the checkpoint has them.
+        return {"embed": parts[0]} | ({"head": self._matrix("head", parts)} if self.spec.tied_head else {})
+
+    def _vector(self, parts: Sequence[Weight]) -> Tensor:
+        return torch.cat([_floats(part).to(self.device, torch.float32) for part in parts])
+
+    def _matrix(self, name: str, parts: Sequence[Weight]) -> Matrix:
+        kept = all(isinstance(part, StoredBlocks) for part in parts)
+        if self.packed_bits is None or not (self.packed_bits or kept):
+            weight = self._plain(parts)
+            return Dense(weight) if name == "head" else matrix(weight)
+        check_packable(name, parts[0].shape[1], self.device)
+        bits = 8 if name == "head" else self.packed_bits
+        return Packed.of([part if isinstance(part, StoredBlocks) else Rounded(part, bits) for part in parts])
+
+    def _plain(self, parts: Sequence[Weight]) -> Tensor:
+        """The parts below each other, in the dtype that is computed in."""
+        rows = [part.shape[0] for part in parts]
+        shape = (sum(rows), *parts[0].shape[1:])
+        weight = torch.empty(shape, dtype=TORCH_DTYPE[self.dtype], device=self.device)
+        for place, part in zip(weight.split_with_sizes(rows), parts, strict=True):
+            place.copy_(_floats(part))
+        return weight
+
+    def _assemble(self, parameters: Mapping[str, Any]) -> None:
+        self.embed, self.head, self.norm = (parameters[name] for name in ("embed", "head", "norm"))
+        layers: list[dict[str, Any]] = [{} for _ in range(self.spec.n_layers)]
+        for name, parameter in parameters.items():
+            if name.startswith("layers."):
+                _, index, part = name.split(".")
+                layers[int(index)][part] = parameter
+        self.layers = [Layer(**layer) for layer in layers]
 
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Iterator[int]:
         """Run the layers over `x` float32 `[T, E]`, the embedded tokens of all segments in a row, in place.
@@ -148,20 +179,19 @@ class Model:
                 window.new_values[i].copy_(new_v)
             yield i
             heads = [window.attend(i, part) for window, part in zip(windows, q, strict=True)]
-            x += _linear(heads[0] if len(heads) == 1 else torch.cat(heads), layer.o)
+            x += layer.o(heads[0] if len(heads) == 1 else torch.cat(heads))
             normed = self._rms_norm(x, layer.mlp_norm)
-            x += _linear(_linear(normed, layer.up).mul_(_linear_silu(normed, layer.gate)), layer.down)
+            x += layer.down(layer.up(normed).mul_(layer.gate(normed, "silu")))
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
         """Token ids to float32 `[T, E]`: what layers add up keeps its precision whatever they compute in."""
-        return F.embedding(torch.tensor(tokens, device=self.device), self.embed).float()
+        if isinstance(self.embed, StoredBlocks):
+            return torch.from_numpy(self.embed.read(tokens).floats())
+        return F.embedding(torch.tensor(tokens, device=self.embed.device), self.embed).float()
 
     def logits(self, x: Tensor) -> Tensor:
         """`[T, E]` out of the last layer to `[T, V]`."""
-        normed = self._rms_norm(x, self.norm)
-        if len(x) == 1:  # on a CPU faster than the product with a matrix of one row
-            return torch.mv(self.head, normed[0])[None]
-        return F.linear(normed, self.head)
+        return self.head(self._rms_norm(x, self.norm))
 
     def _rope(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, float32 `[T, D]`, so that rotating is `x * cos + roll(x, D / 2) * sin`."""
@@ -173,7 +203,7 @@ class Model:
     def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[1, H, T, D]`, rotated keys `[1, G, T, D]` and values `[1, G, T, D]`."""
         s = self.spec
-        qkv = _linear(self._rms_norm(x, layer.attn_norm), layer.qkv)
+        qkv = layer.qkv(self._rms_norm(x, layer.attn_norm))
         heads = qkv.view(1, len(x), -1, s.head_dim).transpose(1, 2)
         qk, v = heads.split_with_sizes((s.heads + s.kv_heads, s.kv_heads), dim=1)
         wide = qk.float()
@@ -185,7 +215,7 @@ class Model:
         """Root mean square norm of each row of float32 `x` (Zhang and Sennrich, 2019), in the model's dtype."""
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return (x * scale).mul_(weight).to(self.embed.dtype)
+        return (x * scale).mul_(weight).to(TORCH_DTYPE[self.dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +252,9 @@ class _Window:
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """`q` `[1, H, T, D]` over all positions up to its own; gives `[T, H D]`."""
         keys, values = self.keys[layer], self.values[layer]
+        if q.shape[2] == 1:  # all heads of a group see the same keys, as several tokens of one head would: much faster
+            out = F.scaled_dot_product_attention(q.view(1, keys.shape[1], -1, q.shape[3]), keys, values)
+            return out.reshape(1, -1)
         if self.expand:
             repeats = q.shape[1] // keys.shape[1]
             q, keys, values = q.contiguous(), *(t.repeat_interleave(repeats, dim=1) for t in (keys, values))
@@ -236,24 +269,15 @@ def _parts(tensor: Tensor, segments: Sequence[Segment]) -> Sequence[Tensor]:
     return (tensor,) if len(segments) == 1 else tensor.split_with_sizes([s.count for s in segments], dim=2)
 
 
-def _packed(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-    return packed
+def _floats(weight: Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.floats()
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    if weight.is_mkldnn:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
-        return product
-    return F.linear(x, weight)
-
-
-def _linear_silu(x: Tensor, weight: Tensor) -> Tensor:
-    """`silu(linear(x))`; oneDNN applies the activation to each tile while it is in cache."""
-    if weight.is_mkldnn:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "swish", [], "")
-        return product
-    return F.silu(F.linear(x, weight))
+def _whole(name: str) -> tuple[str, list[str]]:
+    """The parameter that a canonical tensor belongs to, and all tensors that make it up."""
+    layer, dot, part = name.rpartition(".")
+    whole = next((whole for whole, parts in _FUSED.items() if dot and part in parts), part)
+    return f"{layer}{dot}{whole}", [f"{layer}{dot}{other}" for other in _FUSED.get(whole, (part,))]
 
 
 def _some(names: Iterable[str], shown: int = 4) -> str:

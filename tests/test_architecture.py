@@ -33,6 +33,7 @@ LAYERS = {
     "tokenizer_files": 2,
     "tokenizer_gguf": 2,
     "model": 2,
+    "matrix": 2,
     "weights": 2,
     "messages": 3,
     "wire": 3,
@@ -61,6 +62,9 @@ SIDEWAYS = {
     ("tokenizer", "tokenizer_gguf"),
     ("tokenizer", "weights"),  # GGUF metadata
     ("tokenizer_gguf", "tokenizer_files"),
+    ("model", "matrix"),  # what its parameters are
+    ("model", "weights"),  # what a checkpoint gives
+    ("matrix", "weights"),  # blocks of quantised numbers
     ("wire", "security"),  # gRPC credentials are made from its keys and rules
     ("cli", "server"),  # the command line starts the others
     ("cli", "bench"),
@@ -73,7 +77,7 @@ SIDEWAYS = {
     ("bench", "plots"),
 }
 
-TORCH_ALLOWED = ("model", "weights", "engines.torch", "engines.transformers")
+TORCH_ALLOWED = ("model", "matrix", "weights", "engines.torch", "engines.transformers")
 GRPC_ALLOWED = ("wire", "_pb")
 # Libraries whose import name is not the name they are installed by.
 DISTRIBUTIONS = {"grpc": "grpcio", "google": "protobuf", "llama_cpp": "llama-cpp-python"}

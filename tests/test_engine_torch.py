@@ -526,7 +526,7 @@ def test_load_takes_half_precision_as_bfloat16(
         ({"role": "draft"}, "role 'draft' is unknown, allowed: both, prefill, decode"),
         ({"dtype": "float16"}, "dtype 'float16' is not computed with, allowed: float32, bfloat16"),
         ({"dtype": DType.FLOAT16}, "dtype 'float16' is not computed with, allowed: float32, bfloat16"),
-        ({"dtype": "int4"}, "dtype 'int4' is not computed with, allowed: float32, bfloat16"),
+        ({"dtype": "int2"}, "dtype 'int2' is not computed with, allowed: float32, bfloat16, int8, int4"),
         ({"device": "tpu"}, "device 'tpu' is not here, allowed: auto, .*cpu"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not here, allowed: auto, .*cpu"),
     ],

@@ -1,11 +1,14 @@
 """The torch engine: prefills, decodes and fills its own stores, on a CPU, an NVIDIA GPU or an Apple GPU.
 
-Owns one `Model` and the budget of its stores, the order of work within a prefill, and the way of keys and values to
-the host. Knows nothing of requests, transfers or sampling. Invariants: `prefill` and `extend` run the same code, so
-with the same span and chunk they compute the same bits; an error of the backend leaves as a `HetsplitError` with the
-original chained.
+Owns one `Model`, or two of the same weights where packed ones decode, the budget of its stores, the order of work
+within a prefill, and the way of keys and values to the host. Knows nothing of requests, transfers or sampling.
+Invariants: `prefill` and `extend` run the same code, so with the same span and chunk they compute the same bits; an
+error of the backend leaves as a `HetsplitError` with the original chained.
 """
 
+import ctypes
+import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -23,7 +26,12 @@ from hetsplit.kv import KvBlock, KvStore
 from hetsplit.model import TORCH_DTYPE, Model
 from hetsplit.spec import DType
 from hetsplit.tokenizer import Tokenizer, load_tokenizer
-from hetsplit.weights import locate, open_checkpoint
+from hetsplit.weights import Checkpoint, locate, open_checkpoint
+
+log = logging.getLogger(__name__)
+
+PACKED_BITS = {"int8": 8, "int4": 4}
+"""dtypes of packed weights and the bits that a number is rounded to; keys and values are bfloat16 with them."""
 
 _COPIES_AHEAD = 2  # blocks on their way to the host while a GPU computes on
 
@@ -31,8 +39,10 @@ _COPIES_AHEAD = 2  # blocks on their way to the host while a GPU computes on
 class TorchEngine:
     """A `Prefiller`, `Decoder` and `LocalPrefill`.
 
-    `kv_bytes` bounds what all stores hold together; None means half of the physical memory on a CPU and nine tenths
-    of what is free on a GPU. `weights_hash` and `tokenizer` are what peers compare; `source` is for people.
+    `decoder` runs the steps in the place of `model`: the same weights in another form, on the same device, with keys
+    and values of the same dtype. `kv_bytes` bounds what all stores hold together; None means half of the physical
+    memory on a CPU and nine tenths of what is free on a GPU. `weights_hash` and `tokenizer` are what peers compare;
+    `source` is for people.
     """
 
     name = "torch"
@@ -41,12 +51,14 @@ class TorchEngine:
         self,
         model: Model,
         *,
+        decoder: Model | None = None,
         tokenizer: Tokenizer | None = None,
         weights_hash: str = "",
         source: str = "",
         kv_bytes: int | None = None,
     ) -> None:
-        self.model, self.spec, self.dtype = model, model.spec, model.dtype
+        self.model, self.decoder = model, decoder or model
+        self.spec, self.dtype = model.spec, model.dtype
         self.device = str(model.device)
         self.layout = model.spec.layout(model.dtype)
         self.tokenizer: Tokenizer | None = tokenizer
@@ -151,12 +163,12 @@ class TorchEngine:
             raise EngineError("a row of 0 tokens, at least 1 allowed")
         self.spec.check_ids(tokens)
         with backend_errors(f"a decode step of {len(rows)} rows"):
-            x = self.model.embedded(tokens)
-            for _ in self.model.forward(x, segments):
+            x = self.decoder.embedded(tokens)
+            for _ in self.decoder.forward(x, segments):
                 pass
             if len(tokens) > 1:
                 x = x[[stop - 1 for stop in accumulate(segment.count for segment in segments)]]
-            logits = self.model.logits(x).float().cpu().numpy()
+            logits = self.decoder.logits(x).float().cpu().numpy()
         for row in rows:
             row.cache.length += len(row.tokens)
         return StepResult(logits)
@@ -185,16 +197,58 @@ def load(
 ) -> TorchEngine:
     """See `hetsplit.engines.load`."""
     place = _device(device)
-    wanted = None if dtype is None else _dtype(dtype, place)
     path = locate(model, progress=progress is not None)
     checkpoint = open_checkpoint(path)
-    if wanted is None:
-        keep = checkpoint.stored_dtype is DType.FLOAT32 or not _has_bfloat16(place)
-        wanted = DType.FLOAT32 if keep else DType.BFLOAT16
+    wanted, packed_bits = _precision(dtype, place, checkpoint)
     tokenizer = load_tokenizer(path)
+    forms = [None, packed_bits] if role == "both" and packed_bits is not None else [packed_bits]
+    if role == "prefill":
+        forms = [None]
+    loaded = []
     with backend_errors(f"the weights of {path.name} in {wanted} on {place}"):
-        parameters = Model(checkpoint.spec, place, wanted).load(checkpoint.tensors(), progress)
-    return TorchEngine(parameters, tokenizer=tokenizer, weights_hash=checkpoint.fingerprint(), source=path.name)
+        for done, form in enumerate(forms):
+            heard = None if progress is None else _share(progress, done, len(forms))
+            loaded.append(Model(checkpoint.spec, place, wanted, form).load(checkpoint.weights(), heard))
+    if len(loaded) > 1:
+        plain, packed = (part.nbytes for part in loaded)
+        log.info(
+            f"{path.name}: weights are kept twice, {plain:,} bytes in {wanted} to prefill and {packed:,} bytes packed "
+            "to decode; an engine for one role keeps one of them"
+        )
+    _return_freed_memory()
+    return TorchEngine(
+        loaded[0],
+        decoder=loaded[-1],
+        tokenizer=tokenizer,
+        weights_hash=checkpoint.fingerprint(),
+        source=path.name,
+    )
+
+
+def _return_freed_memory() -> None:
+    """Hand what loading took for a while back to the system; glibc would keep it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def _share(progress: Callable[[int, int], None], done: int, parts: int) -> Callable[[int, int], None]:
+    """`progress` of part number `done` of several that are equally long."""
+    return lambda tensors, total: progress(done * total + tensors, parts * total)
+
+
+def _precision(dtype: DType | str | None, device: str, checkpoint: Checkpoint) -> tuple[DType, int | None]:
+    """What to compute in, and `Model`'s `packed_bits`."""
+    if dtype in PACKED_BITS:
+        if device != "cpu":
+            raise ConfigError(f"dtype {str(dtype)!r} is computed with on cpu, not on {device}")
+        return DType.BFLOAT16, PACKED_BITS[str(dtype)]
+    if dtype is not None:
+        return _dtype(dtype, device), None
+    if device == "cpu" and checkpoint.stored_in_blocks:
+        return DType.BFLOAT16, 0
+    keep = checkpoint.stored_dtype is DType.FLOAT32 or not _has_bfloat16(device)
+    return DType.FLOAT32 if keep else DType.BFLOAT16, None
 
 
 def _device(name: str) -> str:
@@ -217,7 +271,8 @@ def _dtype(name: DType | str, device: str) -> DType:
     except ValueError:
         dtype = None
     if dtype not in TORCH_DTYPE:
-        raise ConfigError(f"dtype {str(name)!r} is not computed with, allowed: {', '.join(TORCH_DTYPE)}")
+        allowed = ", ".join((*TORCH_DTYPE, *PACKED_BITS))
+        raise ConfigError(f"dtype {str(name)!r} is not computed with, allowed: {allowed}")
     if dtype is DType.BFLOAT16 and not _has_bfloat16(device):
         raise ConfigError(f"device {device} has no bfloat16, allowed: float32")
     return dtype

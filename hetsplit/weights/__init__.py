@@ -20,6 +20,8 @@ from hetsplit.spec import DType, ModelSpec
 if TYPE_CHECKING:  # a tokenizer reads GGUF metadata through this package; it must not have to load torch
     import torch
 
+    from hetsplit.weights.checkpoint import StoredBlocks
+
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt"]
 _UNWANTED = ["*/*", "consolidated*"]
@@ -34,12 +36,20 @@ class Checkpoint(Protocol):
     def spec(self) -> ModelSpec: ...
     @property
     def stored_dtype(self) -> DType: ...
+    @property
+    def stored_in_blocks(self) -> bool:
+        """Whether `weights` gives matrices as `StoredBlocks`."""
+        ...
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Canonical name and CPU tensor, one at a time: a view of the mapped file, or dequantised to float32.
 
         Raises `ConfigError` when a tied model ships a head that differs from its embedding.
         """
+        ...
+
+    def weights(self) -> "Iterator[tuple[str, torch.Tensor | StoredBlocks]]":
+        """As `tensors`, but a matrix that is stored in simple blocks comes as a `StoredBlocks`, not decoded."""
         ...
 
     def fingerprint(self) -> str:

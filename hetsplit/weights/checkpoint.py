@@ -5,15 +5,17 @@ Invariant: opening reads headers and configs only (and the few factors of `rope_
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hetsplit.errors import ConfigError
 from hetsplit.spec import DType, ModelSpec
+from hetsplit.weights.blocks import STORED_AS_BLOCKS, Blocks, from_gguf
 from hetsplit.weights.files import StoredTensor, TensorFile, read_json
 from hetsplit.weights.fingerprint import fingerprint
 from hetsplit.weights.gguf import read_gguf
@@ -39,17 +41,29 @@ class StoredCheckpoint:
     interleaved: bool = False
     spare_head: Place | None = None
 
+    @property
+    def stored_in_blocks(self) -> bool:
+        return any(tensor.type in STORED_AS_BLOCKS for _, tensor in self.stored.values())
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in self.weights():
+            yield name, value.floats() if isinstance(value, StoredBlocks) else value
+            del value
+
+    def weights(self) -> "Iterator[tuple[str, torch.Tensor | StoredBlocks]]":
         self._check_spare_head()
         for name, place in self.stored.items():
             yield name, self._value(name, place)  # no local holds it, so a tensor lives as long as its reader wants
             file, tensor = place
             file.let_go(tensor)
 
-    def _value(self, name: str, place: Place) -> torch.Tensor:
+    def _value(self, name: str, place: Place) -> "torch.Tensor | StoredBlocks":
+        heads = {"q": self.spec.heads, "k": self.spec.kv_heads}.get(name.rpartition(".")[2], 0)
+        interleaved = heads if self.interleaved else 0
+        if place[1].type in STORED_AS_BLOCKS:
+            return StoredBlocks(*place, interleaved)
         values = load(*place)
-        heads = {"q": self.spec.heads, "k": self.spec.kv_heads}.get(name.rpartition(".")[2])
-        return half_split(values, heads) if self.interleaved and heads else values
+        return half_split(values, interleaved) if interleaved else values
 
     def fingerprint(self) -> str:
         return fingerprint(self.stored)
@@ -61,6 +75,44 @@ class StoredCheckpoint:
             raise ConfigError(
                 f"{file.path}: tie_word_embeddings is true, but tensor {head.name} differs from the embedding"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """A matrix `[out, in]` that a GGUF file stores in blocks. Nothing is read before it is asked for.
+
+    `interleaved`: how many heads its rows have in GGUF's rotary order, which reading undoes; 0 where rows lie as they
+    should.
+    """
+
+    file: TensorFile
+    tensor: StoredTensor
+    interleaved: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def bits(self) -> int:
+        return STORED_AS_BLOCKS[self.tensor.type]
+
+    def read(self, rows: slice | Sequence[int]) -> Blocks:
+        """Blocks of the rows of a slice, or of those with these indices."""
+        raw = np.frombuffer(self.file.data, np.uint8, self.tensor.size, self.tensor.offset).reshape(self.shape[0], -1)
+        if self.interleaved:
+            order = half_split(torch.arange(self.shape[0])[:, None], self.interleaved).flatten().numpy()
+            return from_gguf(raw[order[rows]], self.tensor.type)
+        return from_gguf(raw[rows if isinstance(rows, slice) else list(rows)], self.tensor.type)
+
+    def floats(self) -> torch.Tensor:
+        """All of it, decoded to float32."""
+        values = load(self.file, self.tensor)
+        return half_split(values, self.interleaved) if self.interleaved else values
+
+    def let_go(self) -> None:
+        """Give back the memory that reading took."""
+        self.file.let_go(self.tensor)
 
 
 def half_split(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -88,7 +140,8 @@ def open_gguf(path: Path) -> StoredCheckpoint:
     shapes = tensor_shapes(spec)
     wanted = {name: gguf_name(name) for name in shapes}
     account(path, file.tensors, wanted, shapes, GGUF_TYPES, GGUF_IGNORED)
-    stored = {name: (file, file.tensors[wanted[name]]) for name in shapes}
+    slim = replace(file, metadata={})  # who keeps a tensor's place keeps the file, and the vocabulary is large
+    stored = {name: (slim, file.tensors[wanted[name]]) for name in shapes}
     return StoredCheckpoint(path, spec, _main_dtype(stored), stored, interleaved=True)
 
 
