@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from hetsplit.engines import Row, StepResult
-from hetsplit.engines.torch_store import KvBudget, TorchStore, as_numpy, backend_errors, default_kv_bytes, to_numpy
-from hetsplit.errors import CapacityError, ConfigError, EngineError, RequestError
+from hetsplit.engines.budget import KvBudget
+from hetsplit.engines.checks import check_prefill, check_reserve, check_room, check_rows, check_span, own
+from hetsplit.engines.torch_store import TorchStore, as_numpy, backend_errors, default_kv_bytes, to_numpy
+from hetsplit.errors import ConfigError
 from hetsplit.kv import KvBlock, KvStore
 from hetsplit.model import TORCH_DTYPE, Model
 from hetsplit.spec import DType
@@ -70,15 +72,12 @@ class TorchEngine:
 
     def reserve(self, positions: int) -> TorchStore:
         """Memory for `positions` token positions. Raises `CapacityError` naming the bytes asked for and free."""
-        if positions < 1:
-            raise RequestError(f"a cache of {positions} positions, at least 1 allowed")
+        check_reserve(positions)
         return TorchStore(self.layout, positions, self.model.device, self.budget)
 
     def prefill(self, tokens: Sequence[int], span: range, *, chunk: int, stop: Event) -> Iterator[KvBlock]:
         """Yield the blocks of positions `span` of `tokens`, which begins at position 0 (`Prefiller.prefill`)."""
-        if span.start != 0:
-            raise RequestError(f"a prefill begins at position 0, not {span.start}; `extend` continues a store")
-        self._check_span(tokens, span, chunk)
+        check_prefill(self.spec, tokens, span, chunk)
         return self._prefill(tokens, span, chunk, stop)
 
     def _prefill(self, tokens: Sequence[int], span: range, chunk: int, stop: Event) -> Iterator[KvBlock]:
@@ -102,11 +101,9 @@ class TorchEngine:
 
         Positions below `span` are those the store holds already.
         """
-        self._check_span(tokens, span, chunk)
-        own = _own(store)
-        if span.stop > own.positions:
-            raise CapacityError(f"positions up to {span.stop} asked, {own.positions} are reserved")
-        return (None for _ in self._compute(own, tokens, span, chunk, Event()))
+        check_span(self.spec, tokens, span, chunk)
+        check_room(store, span.stop)
+        return (None for _ in self._compute(own(store, TorchStore), tokens, span, chunk, Event()))
 
     @torch.inference_mode()
     def _compute(
@@ -155,13 +152,9 @@ class TorchEngine:
         """
         if not rows:
             return StepResult(np.empty((0, self.spec.vocab_size), np.float32))
-        if len({id(row.cache) for row in rows}) < len(rows):
-            raise EngineError("a cache appears twice in one step")
-        segments = [_own(row.cache.store).segment(row.cache.length, len(row.tokens)) for row in rows]
+        check_rows(self.spec, rows)
+        segments = [own(row.cache.store, TorchStore).segment(row.cache.length, len(row.tokens)) for row in rows]
         tokens = [token for row in rows for token in row.tokens]
-        if min(segment.count for segment in segments) < 1:
-            raise EngineError("a row of 0 tokens, at least 1 allowed")
-        self.spec.check_ids(tokens)
         with backend_errors(f"a decode step of {len(rows)} rows"):
             x = self.decoder.embedded(tokens)
             for _ in self.decoder.forward(x, segments):
@@ -172,19 +165,6 @@ class TorchEngine:
         for row in rows:
             row.cache.length += len(row.tokens)
         return StepResult(logits)
-
-    def _check_span(self, tokens: Sequence[int], span: range, chunk: int) -> None:
-        if chunk < 1:
-            raise RequestError(f"a chunk of {chunk} tokens, at least 1 allowed")
-        if span.step != 1 or not 0 <= span.start <= max(span.start, span.stop) <= len(tokens):
-            raise RequestError(f"{span} of a prompt of {len(tokens)} tokens, allowed: [0, {len(tokens)})")
-        self.spec.check_ids(tokens[span.start : span.stop])
-
-
-def _own(store: KvStore) -> TorchStore:
-    if not isinstance(store, TorchStore):
-        raise EngineError(f"a store of type {type(store).__name__}, this engine takes its own only")
-    return store
 
 
 def load(

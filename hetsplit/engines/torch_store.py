@@ -1,12 +1,10 @@
-"""Keys and values in torch's memory: one store per sequence, the budget they share, and the canonical form's border.
+"""Keys and values in torch's memory: one store per sequence, and the canonical form's border.
 
 Owns the layout, `[L, G, capacity, D]` for keys and for values, so that grouped-query attention reads each head as one
 contiguous run. Knows nothing of the forward pass. Invariants: memory is reserved when a store is made and
 counted until it is released; another thread than the engine's calls `write` only, which runs no torch operation.
 """
 
-import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hetsplit.engines.budget import KvBudget, physical_bytes
 from hetsplit.errors import CapacityError, EngineError, HetsplitError
 from hetsplit.kv import KvBlock, KvCache
 from hetsplit.model import TORCH_DTYPE, Segment
@@ -38,34 +37,13 @@ def backend_errors(doing: str) -> Iterator[None]:
         raise EngineError(f"torch failed in {doing}: {error}") from error
 
 
-class KvBudget:
-    """Bytes that all stores of one engine may hold together. Safe to use from any thread."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.used = 0
-        self._lock = threading.Lock()
-
-    def take(self, asked: int, what: str) -> None:
-        """Raises `CapacityError` naming the bytes asked for and those that are free."""
-        with self._lock:
-            if asked > self.total - self.used:
-                free = self.total - self.used
-                raise CapacityError(f"{what} needs {asked:,} bytes, {free:,} of {self.total:,} are free")
-            self.used += asked
-
-    def give(self, nbytes: int) -> None:
-        with self._lock:
-            self.used -= nbytes
-
-
 def default_kv_bytes(device: torch.device) -> int:
     """On a GPU nine tenths of what is free now, else half of the physical memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] * 9 // 10
     if device.type == "mps":
         return (torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()) * 9 // 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return physical_bytes() // 2
 
 
 class TorchStore:

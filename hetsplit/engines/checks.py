@@ -1,0 +1,58 @@
+"""What every engine refuses, in the same words: spans, rows and stores that it cannot serve.
+
+Knows no backend. Errors are the caller's (`RequestError`) or, for what a worker never asks for, `EngineError`.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from hetsplit.engines import Row
+from hetsplit.errors import CapacityError, EngineError, RequestError
+from hetsplit.kv import KvStore
+from hetsplit.spec import ModelSpec
+
+Store = TypeVar("Store", bound=KvStore)
+
+
+def check_reserve(positions: int) -> None:
+    """Raises `RequestError` for a cache of no positions."""
+    if positions < 1:
+        raise RequestError(f"a cache of {positions} positions, at least 1 allowed")
+
+
+def check_prefill(spec: ModelSpec, tokens: Sequence[int], span: range, chunk: int) -> None:
+    """What `Prefiller.prefill` is asked for. Raises `RequestError`."""
+    if span.start != 0:
+        raise RequestError(f"a prefill begins at position 0, not {span.start}; `extend` continues a store")
+    check_span(spec, tokens, span, chunk)
+
+
+def check_span(spec: ModelSpec, tokens: Sequence[int], span: range, chunk: int) -> None:
+    """Positions `span` of `tokens`, computed in chunks. Raises `RequestError`."""
+    if chunk < 1:
+        raise RequestError(f"a chunk of {chunk} tokens, at least 1 allowed")
+    if span.step != 1 or not 0 <= span.start <= max(span.start, span.stop) <= len(tokens):
+        raise RequestError(f"{span} of a prompt of {len(tokens)} tokens, allowed: [0, {len(tokens)})")
+    spec.check_ids(tokens[span.start : span.stop])
+
+
+def check_room(store: KvStore, stop: int) -> None:
+    """Raises `CapacityError` where positions below `stop` are not reserved."""
+    if stop > store.positions:
+        raise CapacityError(f"positions up to {stop} asked, {store.positions} are reserved")
+
+
+def check_rows(spec: ModelSpec, rows: Sequence[Row]) -> None:
+    """The rows of one step. Raises `EngineError`, and `RequestError` for ids outside the vocabulary."""
+    if len({id(row.cache) for row in rows}) < len(rows):
+        raise EngineError("a cache appears twice in one step")
+    if any(not len(row.tokens) for row in rows):
+        raise EngineError("a row of 0 tokens, at least 1 allowed")
+    spec.check_ids([token for row in rows for token in row.tokens])
+
+
+def own(store: KvStore, kind: type[Store]) -> Store:
+    """The store as the engine's own type. Raises `EngineError` for another engine's."""
+    if not isinstance(store, kind):
+        raise EngineError(f"a store of type {type(store).__name__}, this engine takes its own only")
+    return store
