@@ -47,8 +47,12 @@ class Mode(StrEnum):
 
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, .gguf file, or Hugging Face org/name.")]
+EngineOption = Annotated[str, typer.Option(metavar="NAME", help="What computes; `hetsplit engines` lists them.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
-DtypeOption = Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help="bfloat16, float32, float16, int8 or int4, as far as the engine has it; default: the model's."),
+]
 CaOption = Annotated[str | None, typer.Option(metavar="F", help="CA certificate (PEM) of the workers dialled.")]
 TokenOption = Annotated[str | None, typer.Option(metavar="F", help="File with the token that workers share.")]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Off loopback without TLS or token, at your risk.")]
@@ -119,6 +123,7 @@ def worker(
     insecure: InsecureOption = False,
     connect_timeout: ConnectOption = 3.0,
     silence_timeout: SilenceOption = 30.0,
+    engine: EngineOption = "torch",
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
@@ -134,10 +139,10 @@ def worker(
         security = _server_security(tls_cert, tls_key, credentials)
         check_worker(listen, role.value, tuple(prefill or ()), security, credentials)
         _warn_if_open(listen, security)
-        engine = terminal.load(model, device=device, dtype=dtype, role=role.value)
+        loaded = terminal.load(model, engine=engine, device=device, dtype=dtype, role=role.value)
         dialling: dict[str, Any] = {"prefill": prefill or (), "any_prefill": any_prefill}
         dialling |= {"credentials": credentials, "timeouts": limits}
-        _serve(model, engine, listen, role.value, security, **dialling)
+        _serve(model, loaded, listen, role.value, security, **dialling)
 
 
 @app.command()
@@ -169,6 +174,7 @@ def generate(
     insecure: InsecureOption = False,
     connect_timeout: ConnectOption = 3.0,
     silence_timeout: SilenceOption = 30.0,
+    engine: EngineOption = "torch",
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
 ) -> None:
@@ -190,11 +196,13 @@ def generate(
     text = _prompt(prompt)
     credentials = _credentials(tls_ca, token_file, insecure)
     limits = timeouts(connect_timeout, silence_timeout)
-    sides = Sides(model, tuple(prefill or ()), decode, mode.value, mixed_weights, credentials, limits)
+    sides = Sides(model, tuple(prefill or ()), decode, mode.value, mixed_weights, credentials, limits, engine)
     check_sides(sides, chunk)
     check_request(sides, text, chat=chat, progress=terminal.interactive())
-    engine = terminal.load(model, device=device, dtype=dtype, role=sides.role) if sides.role else None
-    with _joined(sides, engine, chunk) as split:
+    loaded = None
+    if sides.role:
+        loaded = terminal.load(model, engine=engine, device=device, dtype=dtype, role=sides.role)
+    with _joined(sides, loaded, chunk) as split:
         message = [{"role": "user", "content": text}]
         generation = split.chat(message, **sampling) if chat else split.generate(text, **sampling)
         completion = terminal.stream(generation)

@@ -5,6 +5,7 @@ after a long load. Knows headers and tokenizers of models, never tensors.
 """
 
 import ssl
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from hetsplit._pb import hetsplit_pb2 as pb
 from hetsplit.address import check_free, parse_address
+from hetsplit.engines import loader
 from hetsplit.errors import ConfigError, IncompatibleError, PeerError, RequestError
 from hetsplit.messages import identity_from_pb
 from hetsplit.protocol import Identity
@@ -29,7 +31,7 @@ NO_MODEL = "-"
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Who prefills and who decodes: `model` in this process, or the worker at an address."""
+    """Who prefills and who decodes: `model` in this process, loaded by `engine`, or the worker at an address."""
 
     model: str
     prefill: tuple[str, ...]
@@ -38,6 +40,7 @@ class Sides:
     mixed_weights: bool
     credentials: Credentials
     timeouts: Timeouts = Timeouts()
+    engine: str = "torch"
 
     @property
     def role(self) -> str | None:
@@ -83,11 +86,15 @@ def check_request(sides: Sides, prompt: str, *, chat: bool, progress: bool = Fal
     """Dials the workers, then reads the model's headers, as far as `sides` has them, and compares.
 
     What answers within seconds comes first, the hash over all weights last. `progress` as in `locate`. Raises
-    `ConfigError` (the model's files), `PeerUnavailable`, `PeerTimeout`, `AuthError`, `IncompatibleError`, and
-    `RequestError` for a prompt that leaves no free position in the context.
+    `ConfigError` (the engine, the model's files), `PeerUnavailable`, `PeerTimeout`, `AuthError`, `IncompatibleError`,
+    and `RequestError` for a prompt that leaves no free position in the context.
     """
     peers = _described(sides)
     if sides.model == NO_MODEL:
+        return
+    if sides.role and sides.engine != "torch":
+        loader(sides.engine)
+        _check_prompt_alone(sides, prompt, peers, chat=chat, progress=progress)
         return
     checkpoint, tokenizer = inspect(sides.model, progress=progress)
     spec = checkpoint.spec
@@ -99,6 +106,15 @@ def check_request(sides: Sides, prompt: str, *, chat: bool, progress: bool = Fal
     check_prompt(tokenizer, prompt, chat=chat, context=min(contexts))
     if peers and not sides.mixed_weights:
         _compare(replace(header, weights=checkpoint.fingerprint()), peers, mixed_weights=False)
+
+
+def _check_prompt_alone(
+    sides: Sides, prompt: str, peers: Mapping[str, pb.Description], *, chat: bool, progress: bool
+) -> None:
+    """Other engines may read files that `inspect` does not; they prove them when they load."""
+    tokenizer = load_tokenizer(locate(sides.model, progress=progress))
+    context = min((theirs.context for theirs in peers.values()), default=sys.maxsize)
+    check_prompt(tokenizer, prompt, chat=chat, context=context)
 
 
 def check_prompt(tokenizer: Tokenizer | None, prompt: str, *, chat: bool, context: int) -> None:

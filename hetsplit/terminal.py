@@ -35,14 +35,15 @@ def interactive() -> bool:
     return _console().is_terminal
 
 
-def load(model: str, *, device: str, dtype: str | None, role: str) -> "Engine":
-    """`engines.load`, with its progress shown."""
+def load(model: str, *, engine: str = "torch", device: str, dtype: str | None, role: str) -> "Engine":
+    """`engines.load`, with its progress shown. An engine that is not here is refused before the model is looked for."""
     from hetsplit import engines
     from hetsplit.weights import locate
 
+    engines.loader(engine)
     path = locate(model, progress=interactive())
     with _loading(model) as progress:
-        return engines.load(path, device=device, dtype=dtype, role=role, progress=progress)
+        return engines.load(path, engine=engine, device=device, dtype=dtype, role=role, progress=progress)
 
 
 @contextmanager

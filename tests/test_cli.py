@@ -402,6 +402,58 @@ def test_refused_generate_options(tiny: Path, options: tuple[str, ...], named: s
     refused(cli("generate", tiny, "hello", *options), 2, named)
 
 
+@pytest.fixture
+def engine_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """What the loader of an engine `mine` is called with; beside it `gone`, whose library is missing."""
+    from importlib.metadata import EntryPoint
+
+    from hetsplit.engines import GROUP, installed, torch
+
+    calls = []
+
+    def load_mine(model: Path, **options: object) -> object:
+        calls.append(options)
+        if options["dtype"] not in (None, "float32"):
+            raise ConfigError(f"dtype {options['dtype']!r}, allowed: float32")
+        return torch.load(model, **options)
+
+    monkeypatch.setattr(sys.modules[__name__], "load_mine", load_mine, raising=False)
+    places = {"mine": f"{__name__}:load_mine", "gone": "no_such_library:load"}
+    points = installed() | {name: EntryPoint(name, value, GROUP) for name, value in places.items()}
+    monkeypatch.setattr("hetsplit.engines.installed", lambda: points)
+    return calls
+
+
+@pytest.mark.parametrize("command", [("worker", "m"), ("generate", "m", "hello")])
+@pytest.mark.parametrize(
+    ("engine", "named"),
+    [
+        ("abacus", ("engine 'abacus' is unknown", "allowed: gone, ", "mine, ")),
+        ("gone", ("'gone' is not installed", "No module named 'no_such_library'")),
+    ],
+)
+def test_refused_engine_before_the_model_is_looked_at(
+    command: tuple[str, ...], engine: str, named: tuple[str, ...], untouched: None, engine_calls: list[object]
+) -> None:
+    refused(cli(*command, "--engine", engine), 2, *named)
+    assert engine_calls == []
+
+
+def test_refused_dtype_is_the_engines_own_affair(tiny: Path, engine_calls: list[object]) -> None:
+    options = ("--engine", "mine", "--dtype", "int4")
+    refused(cli("generate", tiny, "hello", *options), 2, "dtype 'int4', allowed: float32")
+    refused(cli("worker", tiny, *options), 2, "dtype 'int4', allowed: float32")
+
+
+@pytest.mark.parametrize(("prompt", "named"), [("x" * 400, "the context is 256"), ("", "empty prompt")])
+def test_refused_prompt_with_another_engine(
+    tiny: Path, prompt: str, named: str, engine_calls: list[object], worker_for: Callable[..., str]
+) -> None:
+    side = ("--decode", worker_for(tiny, "decode"))
+    refused(cli("generate", tiny, prompt, "--engine", "mine", *side), 2, named)
+    assert engine_calls == []
+
+
 def test_refused_no_model_without_a_decode_worker() -> None:
     refused(cli("generate", "-", "hello"), 2, "--decode ADDR only")
 
@@ -492,6 +544,27 @@ def test_generate_here_writes_the_text_and_nothing_else(tiny: Path, expected: st
     names = ("queue", "prefill", "transfer", "exposed transfer", "first token", "decode", "sent, link rate")
     for name in names:
         assert re.search(rf"^{name} ", result.stderr, re.MULTILINE), name
+
+
+def test_generate_with_another_engine(
+    tiny: Path, expected: str, engine_calls: list[dict[str, object]], worker_for: Callable[..., str]
+) -> None:
+    sides = {"both": (), "prefill": ("--decode", worker_for(tiny, "decode"))}
+    sides["decode"] = ("--prefill", worker_for(tiny, "prefill"))
+    for role, side in sides.items():
+        result = cli("generate", tiny, TEXT, "--engine", "mine", *side, *GENERATE)
+        assert (result.exit_code, result.stdout) == (0, expected), result.stderr
+        assert (engine_calls[-1]["role"], engine_calls[-1]["dtype"]) == (role, "float32")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+def test_worker_with_another_engine(
+    tiny: Path, role: str, engine_calls: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = []
+    monkeypatch.setattr("hetsplit.worker.Worker", lambda engine, **options: served.append(options["role"]))
+    cli("worker", tiny, "--engine", "mine", "--role", role, "--device", "cpu")
+    assert (served, engine_calls[0]["role"], engine_calls[0]["device"]) == ([role], role, "cpu")
 
 
 def test_generate_reads_the_prompt_from_standard_input(tiny: Path, expected: str) -> None:
