@@ -83,6 +83,15 @@ def llama82_dir(folder_of: PathOf) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of context 256 with a tokenizer."""
+    from tests.models import build_llama, save_folder
+    from tests.tokens import give_tokenizer
+
+    return give_tokenizer(save_folder(build_llama(vocab_size=300), tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct as a Q4_1 GGUF file."""
     from tests.models import smollm2_gguf

@@ -42,6 +42,7 @@ LAYERS = {
     "engines": 3,
     "worker": 4,
     "conformance": 4,
+    "agreement": 4,
     "pool": 4,
     "split": 5,
     "server": 6,
@@ -65,6 +66,7 @@ SIDEWAYS = {
     ("model", "matrix"),  # what its parameters are
     ("model", "weights"),  # what a checkpoint gives
     ("matrix", "weights"),  # blocks of quantised numbers
+    ("agreement", "worker"),  # how peers compare what they hold
     ("wire", "security"),  # gRPC credentials are made from its keys and rules
     ("cli", "server"),  # the command line starts the others
     ("cli", "bench"),

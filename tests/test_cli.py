@@ -1,6 +1,5 @@
 """The commands: what they refuse and how fast, what they print where, and how a worker ends."""
 
-import json
 import os
 import re
 import shutil
@@ -14,39 +13,16 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner, Result
 
 import hetsplit
 from hetsplit.cli import app
 from hetsplit.errors import ConfigError
+from tests.tokens import TEXT, give_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = "the cat sat on the mat and the dog sat on the log, then the cat and the dog ate the ham. "
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 LIMIT_S = 5.0
 GENERATE = ("--device", "cpu", "--dtype", "float32", "--max-tokens", "8")
-
-
-def give_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE of 290 tokens with a chat template."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator([TEXT], trainer)
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of context 256 with a tokenizer."""
-    from tests.models import build_llama, save_folder
-
-    return give_tokenizer(save_folder(build_llama(vocab_size=300), tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="session")
