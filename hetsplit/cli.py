@@ -1,4 +1,4 @@
-"""The commands `worker`, `generate` and `demo`.
+"""The commands `worker`, `generate`, `engines` and `demo`.
 
 Owns options, exit codes, and the order of checks: what can be refused without a model's weights is refused before they
 are loaded. Knows nothing of how things are done. Invariants: importing this module loads neither torch nor gRPC, each
@@ -211,6 +211,30 @@ def generate(
     if logprobs is not None:
         terminal.show_logprobs(completion)
     terminal.show_timing(completion)
+
+
+@app.command()
+def engines(
+    models: Annotated[
+        Several, typer.Argument(metavar="MODEL", help="One model; further spellings of it for other engines.")
+    ] = None,
+    engine: Annotated[Several, typer.Option(metavar="NAME", help="Only this engine; may be repeated.")] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
+    measure: Annotated[bool, typer.Option(help="Measure how far each pair of engines agrees.")] = True,
+    record: Annotated[
+        str | None, typer.Option("--json", metavar="F", help="Write it all to a file too; - for standard output.")
+    ] = None,
+) -> None:
+    """List the engines that are here, what each can do with MODEL, and how far each pair of them agrees.
+
+    An engine takes the first MODEL that it can load (a .gguf file and a folder, for one), and all that can stay in
+    memory together. A pair prefills English text on one engine and decodes it on the other: the relative error of keys
+    and values, how often both have the same likeliest next token, and the KL divergence per token.
+    """
+    from hetsplit.survey import run
+
+    run(models or (), engine or (), device=device, dtype=dtype, measure=measure, record=record)
 
 
 @app.command()

@@ -1,14 +1,16 @@
 """What commands show: text on standard output as it comes; progress and timings on standard error.
 
-Owns how things look, nothing of what they mean. Invariant: standard output carries generated text only, so it can be
-piped; bars and spinners appear only where standard error is a terminal, plain lines elsewhere.
+Owns how things look, nothing of what they mean. Invariant: standard output carries what was asked for only, generated
+text or a table, so it can be piped; bars and spinners appear only where standard error is a terminal, plain lines
+elsewhere.
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskProgressColumn, TextColumn
@@ -20,9 +22,11 @@ from hetsplit.result import Completion, Token
 if TYPE_CHECKING:
     from hetsplit.engines import Engine
     from hetsplit.split import Generation
+    from hetsplit.survey import EngineFacts, PairFacts
 
 
 LINE_S = 5.0
+WIDTH_PIPED = 120
 
 
 def say(text: str) -> None:
@@ -42,7 +46,7 @@ def load(model: str, *, engine: str = "torch", device: str, dtype: str | None, r
 
     engines.loader(engine)
     path = locate(model, progress=interactive())
-    with _loading(model) as progress:
+    with _loading(f"{model} into {engine}") as progress:
         return engines.load(path, engine=engine, device=device, dtype=dtype, role=role, progress=progress)
 
 
@@ -162,6 +166,68 @@ def show_logprobs(completion: Completion) -> None:
         logprob = "-" if token.logprob is None else f"{token.logprob:.4f}"
         table.add_row(str(token.id), repr(token.text), logprob, top)
     _console().print(table)
+
+
+@contextmanager
+def counting(total: int) -> Iterator[Callable[[str], None]]:
+    """Shows which of `total` measurements runs; gives the function that says that the next one begins."""
+    console = _console()
+    if not console.is_terminal or not total:
+        yield lambda name: say(f"measuring {name}")
+        return
+    columns = (SpinnerColumn(), TextColumn("measuring {task.description}"), BarColumn(), TaskProgressColumn())
+    with _progress(console, *columns, Elapsed()) as bar:
+        task = bar.add_task("", total=total, completed=-1)
+        yield lambda name: bar.update(task, description=name, advance=1)
+
+
+def show_engines(found: "Sequence[EngineFacts]", *, with_model: bool, file: TextIO) -> None:
+    """Which engines are here, what each does with the model, and why another does not."""
+    table = Table("engine", "library", "installed", box=None, pad_edge=False)
+    roles = ("prefill", "decode", "local prefill")
+    for name in (*roles, "K/V", "device", "model") if with_model else ():
+        table.add_column(name, overflow="fold")
+    for each in found:
+        has = [_yes(role in each.roles) if each.model else "-" for role in roles]
+        row = (each.name, each.library, _yes(each.installed), *has, each.kv_dtype, each.device, Path(each.model).name)
+        table.add_row(*(cell or "-" for cell in row[: len(table.columns)]))
+    _show(table, {each.name: each.why_not for each in found}, file)
+
+
+def show_pairs(pairs: "Sequence[PairFacts]", *, file: TextIO) -> None:
+    """How far each pair agrees, and why another cannot be measured."""
+    if pairs:
+        print(file=file)
+    columns = ("prefill", "decode", "K/V error, worst", "mean", "top-1", "KL (nats)", "tokens", "")
+    table = Table(*columns, box=None, pad_edge=False)
+    for pair in pairs:
+        if (found := pair.agreement) is None:
+            continue
+        worst = f"{_percent(found.worst_kv_error)} (layer {found.worst_layer})"
+        figures = (worst, _percent(found.mean_kv_error), _percent(found.top1_ratio), f"{found.kl_nats:.2g}")
+        tokens = f"{found.prompt_tokens} + {found.scored_tokens}"
+        table.add_row(pair.prefiller, pair.decoder, *figures, tokens, "mixed weights" if pair.mixed_weights else "")
+    _show(table, {f"{pair.prefiller} to {pair.decoder}": pair.why_not for pair in pairs}, file)
+
+
+def _show(table: Table, reasons: Mapping[str, str], file: TextIO) -> None:
+    """A table and the reasons below it; a reason is one line, however long."""
+    console = Console(file=file, highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = WIDTH_PIPED
+    if table.row_count:
+        console.print(table)
+    for name, reason in reasons.items():
+        if reason:
+            console.print(f"{name}: {reason}", soft_wrap=True)
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.3g}%"
 
 
 def _rate(amount: float, seconds: float) -> str:

@@ -51,6 +51,7 @@ LAYERS = {
     "cli": 6,
     "demo": 6,
     "preflight": 6,
+    "survey": 6,
     "terminal": 6,
     "__main__": 7,
 }
@@ -72,9 +73,11 @@ SIDEWAYS = {
     ("cli", "bench"),
     ("cli", "demo"),
     ("cli", "preflight"),
+    ("cli", "survey"),
     ("cli", "terminal"),
     ("demo", "preflight"),
     ("demo", "terminal"),
+    ("survey", "terminal"),
     ("cli", "plots"),
     ("bench", "plots"),
 }

@@ -71,7 +71,7 @@ def workers(here, ports):
 def test_the_readme_has_the_commands_that_these_tests_run():
     kinds = [" ".join(line.split()[:2]) for line in COMMANDS]
     assert kinds.count("hetsplit worker") == 2
-    assert set(kinds) == {"pip install", "hetsplit worker", "hetsplit generate"}
+    assert set(kinds) == {"pip install", "hetsplit worker", "hetsplit generate", "hetsplit engines"}
     assert len(blocks("python")) == 1
 
 
@@ -90,6 +90,13 @@ def test_generate(line, here, ports, workers):
     assert done.returncode == 0, done.stderr
     assert FRANCE in done.stdout
     assert "first token" in done.stderr
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("hetsplit engines")])
+def test_engines(line, here, ports):
+    done = subprocess.run(command(line, ports), cwd=here, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^torch +torch .* yes +yes +yes +yes +bfloat16 .* model.gguf", done.stdout, re.MULTILINE)
 
 
 def test_python(here, ports, workers):
