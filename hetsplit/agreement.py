@@ -117,7 +117,9 @@ class Reference:
         mine, theirs = identity_of(self.decoder), identity_of(prefiller)
         check_identity(mine, theirs, f"engine {prefiller.name}", mixed_weights=mixed_weights)
         if prefiller.spec.context < self._span.stop:
-            raise RequestError(f"a prompt of {self._span.stop} tokens, {prefiller.name} has {prefiller.spec.context}")
+            raise RequestError(
+                f"a prompt of {self._span.stop} tokens, the context of {prefiller.name} is {prefiller.spec.context}"
+            )
         with ExitStack() as releasing:
             fill = KvFill(self._reserved(releasing), self.decoder.layout, self._span)
             blocks = []
