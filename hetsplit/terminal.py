@@ -203,8 +203,8 @@ def show_pairs(pairs: "Sequence[PairFacts]", *, file: TextIO) -> None:
     for pair in pairs:
         if (found := pair.agreement) is None:
             continue
-        worst = f"{_percent(found.worst_kv_error)} (layer {found.worst_layer})"
-        figures = (worst, _percent(found.mean_kv_error), _percent(found.top1_ratio), f"{found.kl_nats:.2g}")
+        worst = f"{found.worst_kv_error:.2g} (layer {found.worst_layer})"
+        figures = (worst, f"{found.mean_kv_error:.2g}", f"{100 * found.top1_ratio:.1f}%", f"{found.kl_nats:.2g}")
         tokens = f"{found.prompt_tokens} + {found.scored_tokens}"
         table.add_row(pair.prefiller, pair.decoder, *figures, tokens, "mixed weights" if pair.mixed_weights else "")
     _show(table, {f"{pair.prefiller} to {pair.decoder}": pair.why_not for pair in pairs}, file)
@@ -224,10 +224,6 @@ def _show(table: Table, reasons: Mapping[str, str], file: TextIO) -> None:
 
 def _yes(flag: bool) -> str:
     return "yes" if flag else "no"
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.3g}%"
 
 
 def _rate(amount: float, seconds: float) -> str:

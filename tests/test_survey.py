@@ -161,7 +161,7 @@ def test_every_ordered_pair_is_measured(install: Install, tiny: Path, tmp_path: 
         assert all(error == 0 for error in errors) if a == b else all(0 < error < 0.5 for error in errors)
         assert (pair["mixed_weights"], pair["why_not"]) == (False, "")
     lines = rows(result)
-    assert lines["low"][2] == "low low 0% (layer 0) 0% 100% 0 128 + 128"
+    assert lines["low"][2] == "low low 0 (layer 0) 0 100.0% 0 128 + 128"
     assert [line.split()[1] for line in lines["torch"][1:]] == ["torch", "low"]
     assert "measuring low to torch" in result.stderr
 
