@@ -157,21 +157,18 @@ def _load(facts: EngineFacts, model: str, device: str, dtype: str | None) -> tup
 
 
 def _pairs(loaded: Mapping[str, Engine]) -> Iterator[PairFacts]:
-    """Every ordered pair, decoder by decoder."""
-    with terminal.counting(len(loaded) ** 2) as begin:
+    """Every ordered pair, decoder by decoder; each decoder is first measured by itself."""
+    with terminal.counting(len(loaded) * (len(loaded) + 1)) as begin:
         for name, decoder in loaded.items():
-            reference: Reference | None = None
-            why_not = ""
-            for i, (other, prefiller) in enumerate(loaded.items()):
-                begin(f"{other} to {name}")
-                if i == 0:
-                    reference, why_not = _tried(partial(Reference, decoder))
+            begin(f"{name} by itself")
+            reference, why_not = _tried(partial(Reference, decoder))
+            for other, prefiller in loaded.items():
                 mixed = prefiller.weights_hash != decoder.weights_hash
-                facts = PairFacts(other, name, mixed, why_not=why_not)
+                agreement = None
+                begin(f"{other} to {name}")
                 if reference:
-                    agreement, why_not_pair = _tried(partial(reference.measure, prefiller, mixed_weights=mixed))
-                    facts = replace(facts, agreement=agreement, why_not=why_not_pair)
-                yield facts
+                    agreement, why_not = _tried(partial(reference.measure, prefiller, mixed_weights=mixed))
+                yield PairFacts(other, name, mixed, agreement, why_not)
 
 
 def _tried(work: Callable[[], T]) -> tuple[T | None, str]:
