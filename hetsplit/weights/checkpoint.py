@@ -153,7 +153,7 @@ def open_folder(path: Path) -> StoredCheckpoint:
         spec = ModelSpec.from_hf(config, read_json(generation) if generation.exists() else None)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    places = _folder_places(path)
+    places = folder_places(path)
     shapes = tensor_shapes(spec)
     wanted = {name: hf_name(name) for name in shapes}
     spare = places.pop(hf_name("head"), None) if spec.tied_head else None
@@ -171,7 +171,7 @@ def _main_dtype(stored: dict[str, Place]) -> DType:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _folder_places(path: Path) -> dict[str, Place]:
+def folder_places(path: Path) -> dict[str, Place]:
     """Every tensor of a folder's safetensors by its stored name. An index wins over files that it does not name."""
     if (path / _INDEX).exists():
         return _indexed_places(path, read_json(path / _INDEX).get("weight_map"))
