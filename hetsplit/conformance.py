@@ -32,6 +32,12 @@ _WAIT_S: Final = 60.0
 _SETTLES_MAX: Final = 100_000
 _PROMPT: Final = 24
 
+# An engine is somebody's code: what it can raise.
+_FAULTS: Final = (
+    *(HetsplitError, ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError),
+    *(MemoryError, OSError),
+)
+
 Floats = NDArray[np.float32]
 
 
@@ -149,7 +155,7 @@ class Law:
     def __call__(self, pair: Pair) -> None:
         try:
             self.check(pair)
-        except HetsplitError as error:
+        except _FAULTS as error:
             raise Broken(f"{self.name} ({pair.names}): {type(error).__name__}: {error}") from error
         except Broken as error:
             raise Broken(f"{self.name} ({pair.names}): {error}") from error
@@ -210,7 +216,7 @@ def _refused(what: str, call: Callable[[], Any], kind: type[HetsplitError] = Het
         call()
     except kind:
         return
-    except HetsplitError as error:
+    except _FAULTS as error:
         raise Broken(f"{what}: {type(error).__name__} ({error}), expected {kind.__name__}") from error
     raise Broken(f"{what}: accepted, expected {kind.__name__}")
 

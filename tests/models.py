@@ -147,7 +147,7 @@ def save_gguf(
     tensors: Mapping[str, NDArray[np.float32]] | None = None,
     fields: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
-    """A GGUF file of architecture llama: matrices stored as `quant` (a ggml type), vectors as F32.
+    """A GGUF file of architecture llama, without a vocabulary: matrices stored as `quant`, vectors as F32.
 
     `tensors` replaces what `gguf_tensors` gives; `fields` may add metadata (ids, tokens) to the writer.
     """

@@ -85,7 +85,7 @@ SIDEWAYS = {
 TORCH_ALLOWED = ("model", "matrix", "weights", "engines.torch", "engines.transformers")
 GRPC_ALLOWED = ("wire", "_pb")
 # Libraries whose import name is not the name they are installed by.
-DISTRIBUTIONS = {"grpc": "grpcio", "google": "protobuf", "llama_cpp": "llama-cpp-python"}
+DISTRIBUTIONS = {"grpc": "grpcio", "google": "protobuf", "llama_cpp": "llama-cpp-python", "mlx_lm": "mlx-lm"}
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 

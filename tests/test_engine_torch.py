@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 import hetsplit.engines.torch as torch_module
+import hetsplit.engines.torch_device as torch_device
 from hetsplit.engines import Decoder, LocalPrefill, Prefiller, Row, load
 from hetsplit.engines.torch import TorchEngine
 from hetsplit.errors import CapacityError, ConfigError, EngineError, RequestError
@@ -513,7 +514,7 @@ def test_load_takes_half_precision_as_bfloat16(
     path = save_folder(copy.deepcopy(model_of("llama")).to(getattr(torch, stored)), tmp_path)
     assert load(path, device="cpu").dtype is DType.BFLOAT16
     assert load(path, device="cpu", dtype=DType.FLOAT32).dtype is DType.FLOAT32
-    monkeypatch.setattr(torch_module, "_has_bfloat16", lambda device: False)
+    monkeypatch.setattr(torch_device, "has_bfloat16", lambda device: False)
     assert load(path, device="cpu").dtype is DType.FLOAT32
     with pytest.raises(ConfigError, match="has no bfloat16, allowed: float32"):
         load(path, device="cpu", dtype="bfloat16")

@@ -212,7 +212,7 @@ class Rotary:
 def build(folder: Folder, dtype: DType, progress: Callable[[int, int], None] | None = None) -> Module:
     """mlx-lm's model with the folder's weights, floats in `dtype`, all evaluated. `progress` hears (done, in all)."""
     module = FAMILIES[folder.family]
-    model: Module = module.Model(module.ModelArgs(**_arguments(folder)))
+    model = module.Model(module.ModelArgs(**_arguments(folder)))
     rotary = Rotary(folder.spec.inv_freq)
     for layer in model.layers:
         layer.self_attn.rope = rotary
@@ -226,7 +226,8 @@ def build(folder: Folder, dtype: DType, progress: Callable[[int, int], None] | N
     model.load_weights(loaded, strict=True)
     model.eval()
     mx.eval([value for part in model.modules() for value in part.values() if isinstance(value, mx.array)])
-    return model
+    built: Module = model
+    return built
 
 
 def _arguments(folder: Folder) -> dict[str, Any]:

@@ -22,10 +22,11 @@ from torch import Tensor
 from hetsplit.engines import Row, StepResult
 from hetsplit.engines.budget import KvBudget
 from hetsplit.engines.checks import check_prefill, check_reserve, check_room, check_rows, check_span, own
+from hetsplit.engines.torch_device import checked_dtype, default_dtype, find_device
 from hetsplit.engines.torch_store import TorchStore, as_numpy, backend_errors, default_kv_bytes, to_numpy
 from hetsplit.errors import ConfigError
 from hetsplit.kv import KvBlock, KvStore
-from hetsplit.model import TORCH_DTYPE, Model
+from hetsplit.model import Model
 from hetsplit.spec import DType
 from hetsplit.tokenizer import Tokenizer, load_tokenizer
 from hetsplit.weights import Checkpoint, locate, open_checkpoint
@@ -176,7 +177,7 @@ def load(
     progress: Callable[[int, int], None] | None = None,
 ) -> TorchEngine:
     """See `hetsplit.engines.load`."""
-    place = _device(device)
+    place = find_device(device)
     path = locate(model, progress=progress is not None)
     checkpoint = open_checkpoint(path)
     wanted, packed_bits = _precision(dtype, place, checkpoint)
@@ -224,47 +225,7 @@ def _precision(dtype: DType | str | None, device: str, checkpoint: Checkpoint) -
             raise ConfigError(f"dtype {str(dtype)!r} is computed with on cpu, not on {device}")
         return DType.BFLOAT16, PACKED_BITS[str(dtype)]
     if dtype is not None:
-        return _dtype(dtype, device), None
+        return checked_dtype(dtype, device, also=PACKED_BITS), None
     if device == "cpu" and checkpoint.stored_in_blocks:
         return DType.BFLOAT16, 0
-    keep = checkpoint.stored_dtype is DType.FLOAT32 or not _has_bfloat16(device)
-    return DType.FLOAT32 if keep else DType.BFLOAT16, None
-
-
-def _device(name: str) -> str:
-    """A device that is there. Raises `ConfigError` naming those that are."""
-    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    found += ["mps"] if torch.backends.mps.is_available() else []
-    found.append("cpu")
-    if name == "auto":
-        return found[0]
-    if name == "cuda" and torch.cuda.is_available():
-        return "cuda:0"
-    if name not in found:
-        raise ConfigError(f"device {name!r} is not here, allowed: auto, {', '.join(found)}")
-    return name
-
-
-def _dtype(name: DType | str, device: str) -> DType:
-    try:
-        dtype = DType(name)
-    except ValueError:
-        dtype = None
-    if dtype not in TORCH_DTYPE:
-        allowed = ", ".join((*TORCH_DTYPE, *PACKED_BITS))
-        raise ConfigError(f"dtype {str(name)!r} is not computed with, allowed: {allowed}")
-    if dtype is DType.BFLOAT16 and not _has_bfloat16(device):
-        raise ConfigError(f"device {device} has no bfloat16, allowed: float32")
-    return dtype
-
-
-def _has_bfloat16(device: str) -> bool:
-    if device.startswith("cuda"):
-        with torch.cuda.device(device):
-            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device == "mps":
-        try:
-            torch.zeros(1, dtype=torch.bfloat16, device=device)
-        except (RuntimeError, TypeError):
-            return False
-    return True
+    return default_dtype(checkpoint.stored_dtype, device), None
