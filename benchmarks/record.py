@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 QUICK_S = 50.0
-_LIBRARIES = ("hetsplit", "torch", "transformers", "numpy", "grpcio", "protobuf")
+_LIBRARIES = ("hetsplit", "torch", "transformers", "llama-cpp-python", "numpy", "grpcio", "protobuf")
 _ROOT = Path(__file__).resolve().parent.parent
 
 

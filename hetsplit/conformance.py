@@ -81,6 +81,7 @@ class Pair:
     chunk: int = 8
     mixed_weights: bool = False
     names: str = field(init=False)
+    _prefilled: list[KvBlock] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
         vocab = self.decoder.spec.vocab_size
@@ -99,10 +100,15 @@ class Pair:
     def span(self) -> range:
         return prefill_span(len(self.prompt))
 
-    def blocks(self, chunk: int | None = None) -> list[KvBlock]:
-        """The prompt's prefill."""
-        found = self.prefiller.prefill(self.prompt, self.span, chunk=chunk or self.chunk, stop=threading.Event())
-        return list(found)
+    def prefill(self, chunk: int) -> list[KvBlock]:
+        """The prompt's prefill, computed."""
+        return list(self.prefiller.prefill(self.prompt, self.span, chunk=chunk, stop=threading.Event()))
+
+    def blocks(self) -> list[KvBlock]:
+        """The same in chunks of `chunk`, computed once for all laws of this pair."""
+        if not self._prefilled:
+            self._prefilled.extend(self.prefill(self.chunk))
+        return self._prefilled
 
     @contextmanager
     def store(self, positions: int | None = None) -> Iterator[KvStore]:
@@ -253,7 +259,7 @@ def prefill_covers_the_span(pair: Pair) -> None:
         for start in range(0, pair.span.stop, pair.chunk)
         for layer in range(len(layout.layers))
     ]
-    blocks = pair.blocks()
+    blocks = pair.prefill(pair.chunk)
     if (found := [(block.layer, block.start, block.stop) for block in blocks]) != expected:
         raise Broken(f"blocks (layer, start, stop) {found}, expected {expected}")
     for block in blocks:
@@ -267,9 +273,9 @@ def prefill_covers_the_span(pair: Pair) -> None:
 def chunks_do_not_matter(pair: Pair) -> None:
     """Any chunk size gives the same keys and values; a block that was yielded stays as it is."""
     layers = len(pair.prefiller.layout.layers)
-    whole = pair.blocks(chunk=4096)
+    whole = pair.prefill(4096)
     for chunk in (1, 3, pair.chunk):
-        _agree(pair.blocks(chunk), whole, layers, pair.allowed.kv)
+        _agree(pair.prefill(chunk), whole, layers, pair.allowed.kv)
 
 
 def stop_ends_a_prefill(pair: Pair) -> None:
@@ -283,7 +289,7 @@ def stop_ends_a_prefill(pair: Pair) -> None:
     per_chunk = len(pair.prefiller.layout.layers)
     if rest > 2 * per_chunk:
         raise Broken(f"{rest} blocks after the stop, at most two chunks' ({2 * per_chunk}) are allowed")
-    if len(pair.blocks()) < per_chunk:
+    if len(pair.prefill(pair.chunk)) < per_chunk:
         raise Broken("no whole prefill after one that was stopped")
 
 
