@@ -108,40 +108,39 @@ class Packed:
     """Four bits per number and plane, a bfloat16 scale and zero point per `BLOCK` columns, on a CPU.
 
     torch's kernel (`_weight_int4pack_mm_for_cpu`) knows 4-bit numbers. Of an 8-bit one the low and the high half are
-    two planes beside each other, `planes * in` columns, which the input is repeated for.
+    two planes that share scales and zero points (`Blocks.planes`).
     """
 
-    quants: Tensor
-    scales: Tensor  # [planes * in / BLOCK, out, 2]
-    planes: int
+    planes: tuple[Tensor, ...]  # each [out, in / 2], as the kernel orders them
+    scales: Tensor  # [in / BLOCK, out, 2]
     rows: int  # out, without what was added to make it a multiple of `_ROW_MULTIPLE`
 
     @classmethod
     def of(cls, parts: Sequence[InBlocks]) -> "Packed":
         """Matrices below each other, `[out, in]` with `in` a multiple of `BLOCK`; read and packed slice by slice."""
-        planes = max(2 if part.bits > 4 else 1 for part in parts)
-        rows, columns = sum(part.shape[0] for part in parts), planes * parts[0].shape[1]
+        count = max(2 if part.bits > 4 else 1 for part in parts)
+        rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         padded = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
-        packed = torch.empty(padded, columns // 2, dtype=torch.uint8)
+        planes = tuple(torch.empty(padded, columns // 2, dtype=torch.uint8) for _ in range(count))
         scales = torch.zeros(columns // BLOCK, padded, 2, dtype=torch.bfloat16)
         for start in range(0, padded, _ROWS_AT_ONCE):
             some = slice(start, min(start + _ROWS_AT_ONCE, padded))
-            quants = torch.zeros(some.stop - start, columns, dtype=torch.int32)
+            quants = torch.zeros(count, some.stop - start, columns, dtype=torch.int32)
             for row, blocks in _blocks(parts, some):
-                split, scale, zero = map(torch.from_numpy, blocks.planes(planes))
-                quants[row : row + len(split)] = split
-                scales[:, start + row : start + row + len(split)] = torch.stack((scale, zero), dim=-1).transpose(0, 1)
-            packed[some] = torch._convert_weight_to_int4pack_for_cpu(quants, 1)
-        return cls(packed, scales, planes, rows)
+                split, scale, zero = map(torch.from_numpy, blocks.planes(count))
+                quants[:, row : row + len(scale)] = split
+                scales[:, start + row : start + row + len(scale)] = torch.stack((scale, zero), dim=-1).transpose(0, 1)
+            for plane, numbers in zip(planes, quants, strict=True):
+                plane[some] = torch._convert_weight_to_int4pack_for_cpu(numbers, 1)
+        return cls(planes, scales, rows)
 
     @property
     def nbytes(self) -> int:
-        return self.quants.nbytes + self.scales.nbytes
+        return sum(plane.nbytes for plane in self.planes) + self.scales.nbytes
 
     def __call__(self, x: Tensor, activation: str = "none") -> Tensor:
-        if self.planes > 1:
-            x = x.repeat(1, self.planes)
-        product = torch._weight_int4pack_mm_for_cpu(x, self.quants, BLOCK, self.scales)
+        low, *high = (torch._weight_int4pack_mm_for_cpu(x, plane, BLOCK, self.scales) for plane in self.planes)
+        product = low.add_(high[0], alpha=16) if high else low
         if self.rows != product.shape[1]:
             product = product[:, : self.rows].contiguous()
         return activated(product, activation)

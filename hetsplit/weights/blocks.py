@@ -52,22 +52,17 @@ class Blocks:
         return spread.reshape(self.quants.shape)
 
     def planes(self, count: int) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
-        """Quants of 4 bits `[out, count * in]`, scales and zero points `[out, count * in / BLOCK]`.
+        """Quants of 4 bits `[count, out, in]`, scales and zero points `[out, in / BLOCK]` that the planes share.
 
-        An element is the sum over its planes of `scale * (quant - 8) + zero`. Of 8 bits the low four are the first
-        plane and carry the minimum.
+        An element is the sum over its planes `p` of `16**p * (scale * (quant[p] - 8) + zero)`.
         """
-        low_zeros = self.minima + 8 * self.scales
-        if self.bits == 4 and count == 1:
-            return self.quants, self.scales, low_zeros
-        if self.bits == 4:  # beside an 8-bit matrix: an empty second plane
-            empty, none = np.full_like(self.quants, 8), np.zeros_like(self.scales)
-            return np.hstack((self.quants, empty)), np.hstack((self.scales, none)), np.hstack((low_zeros, none))
-        quants = np.hstack((self.quants & 15, self.quants >> 4))
-        # The high plane holds 0 to 15 for 0 to 240, around 8: its offset joins the low plane's zero.
-        high = 16 * self.scales
-        centred = self.minima + 8 * self.scales + 8 * high
-        return quants, np.hstack((self.scales, high)), np.hstack((centred, np.zeros_like(high)))
+        if self.bits > 4:
+            quants = np.stack((self.quants & 15, self.quants >> 4))
+            offset = 8 + 16 * 8  # what the planes take away
+        else:
+            quants = np.stack((self.quants, *(np.full_like(self.quants, 8) for _ in range(count - 1))))
+            offset = 8
+        return quants, self.scales, (self.minima + offset * self.scales) / sum(16**plane for plane in range(count))
 
 
 def from_gguf(raw: NDArray[np.uint8], kind: str) -> Blocks:
