@@ -161,7 +161,8 @@ class ModelSpec:
         width = fields.integer("llama.embedding_length")
         head_dim = _gguf_head_dim(fields, width, heads)
         tokens = fields.get("tokenizer.ggml.tokens")
-        vocab = fields.integer("llama.vocab_size", default=len(tokens) if isinstance(tokens, list) and tokens else None)
+        listed = len(tokens) if isinstance(tokens, Sequence) and not isinstance(tokens, str) else 0
+        vocab = fields.integer("llama.vocab_size", default=listed or None)
         context = fields.integer("llama.context_length", _CONTEXT_MAX)
         _refuse_window(fields, "llama.attention.sliding_window", context)
         ends = [(fields.where, fields.get(f"tokenizer.ggml.{kind}_token_id")) for kind in ("eos", "eot", "eom")]

@@ -75,7 +75,6 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._texts = _texts(vocabulary)
         self.bos_id = vocabulary.bos_id
         self.eos_ids = vocabulary.eos_ids
         self.vocab_size = len(vocabulary.pieces)
@@ -119,14 +118,14 @@ class Tokenizer:
         tokenizer puts before a text is taken off. Without it they continue a prompt and a first space is kept.
         Raises RequestError for an id outside the vocabulary.
         """
-        data = b"".join([_text_of(self._texts, i) for i in ids])
+        data = b"".join([_text_of(self._vocabulary, i) for i in ids])
         if whole and self._vocabulary.strip_space:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", errors="replace")
 
     def detokenizer(self, *, whole: bool = False) -> "Detokenizer":
         """A fresh stream of text; `whole` as in `decode`."""
-        return Detokenizer(self._texts, strip_space=whole and self._vocabulary.strip_space)
+        return Detokenizer(self._vocabulary, strip_space=whole and self._vocabulary.strip_space)
 
     def _ids(self, text: str) -> list[int]:
         if not isinstance(text, str):
@@ -147,21 +146,16 @@ class Tokenizer:
             raise RequestError(f"the model's chat template is malformed: {error}") from error
 
 
-def _texts(vocabulary: Vocabulary) -> tuple[bytes, ...]:
-    """What each id adds to a text: nothing for special tokens and for ids without a token."""
-    return tuple(
-        b"" if piece is None or i in vocabulary.special else piece for i, piece in enumerate(vocabulary.pieces)
-    )
-
-
-def _text_of(texts: Sequence[bytes], token: SupportsIndex) -> bytes:
+def _text_of(vocabulary: Vocabulary, token: SupportsIndex) -> bytes:
+    """What an id adds to a text: nothing for special tokens and for ids without a token."""
     try:
         i = operator.index(token)
     except TypeError:
         i = -1
-    if not 0 <= i < len(texts):
-        raise RequestError(f"token id {token!r} is outside the vocabulary; allowed: 0 to {len(texts) - 1}")
-    return texts[i]
+    if not 0 <= i < len(vocabulary.pieces):
+        last = len(vocabulary.pieces) - 1
+        raise RequestError(f"token id {token!r} is outside the vocabulary; allowed: 0 to {last}")
+    return b"" if i in vocabulary.special else vocabulary.pieces[i] or b""
 
 
 def _fingerprint(vocabulary: Vocabulary) -> str:
@@ -235,14 +229,14 @@ class Detokenizer:
     byte, or `flush`, proves that they are no character.
     """
 
-    def __init__(self, texts: Sequence[bytes], *, strip_space: bool = False) -> None:
-        self._texts = texts
+    def __init__(self, vocabulary: Vocabulary, *, strip_space: bool = False) -> None:
+        self._vocabulary = vocabulary
         self._strip_space = strip_space
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
         """The text that this token completes, maybe none. Raises RequestError for an id outside the vocabulary."""
-        data = _text_of(self._texts, token)
+        data = _text_of(self._vocabulary, token)
         if self._strip_space and data:
             self._strip_space = False
             data = data.removeprefix(b" ")

@@ -10,7 +10,8 @@ Source: the `tokenizers` JSON format.
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,35 @@ IDS_MAX = 2**22
 SPACE = "\u2581"  # SentencePiece writes a space so
 
 
+class Pieces:
+    """The byte string that each token id stands for, None where no token has that id; one run of memory for all."""
+
+    def __init__(self, pieces: Iterable[bytes | None]) -> None:
+        self._absent: set[int] = set()
+        self._ends = array("Q")
+        joined = bytearray()
+        for i, piece in enumerate(pieces):
+            if piece is None:
+                self._absent.add(i)
+            else:
+                joined += piece
+            self._ends.append(len(joined))
+        self._joined = bytes(joined)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, i: int) -> bytes | None:
+        end = self._ends[i]
+        return None if i in self._absent else self._joined[self._ends[i - 1] if i else 0 : end]
+
+    def __iter__(self) -> Iterator[bytes | None]:
+        return (self[i] for i in range(len(self)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """One model's tokens. `pieces[i]` is the byte string token `i` stands for; None where no token has that id.
+    """One model's tokens.
 
     `backend` turns text into ids, parses special tokens written in the text, and adds none. `prefix` is what goes in
     front of a text (BOS, or nothing). `strip_space`: encoding puts a space before a text, which decoding takes off.
@@ -57,7 +84,7 @@ class Vocabulary:
     """
 
     backend: tokenizers.Tokenizer
-    pieces: tuple[bytes | None, ...]
+    pieces: Pieces
     special: frozenset[int]
     prefix: tuple[int, ...]
     bos_id: int | None
@@ -198,7 +225,7 @@ def _token_name(value: object, key: str, folder: Path) -> str:
 
 def _folder_pieces(
     backend: tokenizers.Tokenizer, ids: Mapping[str, int], spelling: Spelling
-) -> tuple[tuple[bytes | None, ...], frozenset[int]]:
+) -> tuple[Pieces, frozenset[int]]:
     last = max(ids.values(), default=-1)
     if last >= IDS_MAX:
         raise ConfigError(f"tokenizer.json has the token id {last}; allowed: 0 to {IDS_MAX - 1}")
@@ -208,7 +235,7 @@ def _folder_pieces(
     added = backend.get_added_tokens_decoder()
     for i, entry in added.items():
         pieces[i] = entry.content.encode() if entry.special else spelling.added(entry.content)
-    return tuple(pieces), frozenset(i for i, entry in added.items() if entry.special)
+    return Pieces(pieces), frozenset(i for i, entry in added.items() if entry.special)
 
 
 def _folder_prefix(backend: tokenizers.Tokenizer, add_bos: object, bos_id: int | None, folder: Path) -> tuple[int, ...]:

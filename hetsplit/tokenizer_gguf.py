@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from hetsplit.errors import ConfigError
-from hetsplit.tokenizer_files import NAMED, SPACE, Spelling, Vocabulary, end_ids
+from hetsplit.tokenizer_files import NAMED, SPACE, Pieces, Spelling, Vocabulary, end_ids
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +102,7 @@ def read_gguf_metadata(metadata: Mapping[str, Any], source: str = "GGUF") -> Voc
 _LONG_NAMES = {"unk_token": "unknown_token", "pad_token": "padding_token"}
 
 
-def _gguf_pieces(
-    tokens: Sequence[str], types: Sequence[int], special: frozenset[int], spelling: Spelling
-) -> tuple[bytes | None, ...]:
+def _gguf_pieces(tokens: Sequence[str], types: Sequence[int], special: frozenset[int], spelling: Spelling) -> Pieces:
     bytes_too = Spelling(spelling.byte_level, byte_tokens=True)
 
     def piece(i: int, token: str, kind: int) -> bytes | None:
@@ -114,7 +112,7 @@ def _gguf_pieces(
             return spelling.added(token) if kind == USER_DEFINED else None
         return (bytes_too if kind == BYTE else spelling).piece(token)
 
-    return tuple(piece(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, types, strict=True)))
+    return Pieces(piece(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, types, strict=True)))
 
 
 def _byte_level(keys: "_Keys", tokens: Sequence[str], pre: _PreTokenizer) -> tokenizers.Tokenizer:

@@ -8,8 +8,10 @@ before it is used. Invariant: tensors of a file that was read are aligned, insid
 import math
 import mmap
 import struct
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -34,10 +36,10 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 
 
 def read_gguf(path: Path) -> TensorFile:
-    """Map a file and prove its header; `metadata` has plain values and lists. Raises `ConfigError` naming the field.
+    """Map a file and prove its header; Raises `ConfigError` naming the field.
 
-    Tensor shapes are row-major (the file's order reversed), types are ggml's names, offsets count from the file's
-    start.
+    `metadata` has plain values, lists, and `Strings`. Tensor shapes are row-major (the file's order reversed), types
+    are ggml's names, offsets count from the file's start.
     """
     data, mtime_ns = map_file(path)
     cursor = _Cursor(path, data)
@@ -113,7 +115,7 @@ class _Cursor:
             return self.array()
         return self.scalars(kind, 1)[0]
 
-    def array(self) -> list[Any]:
+    def array(self) -> Sequence[Any]:
         kind = self.u32("array item type")
         if kind == _ARRAY:
             raise self.fault("arrays inside arrays are not supported")
@@ -131,24 +133,52 @@ class _Cursor:
             raise self.fault(f"a boolean is {values.max()}; 0 or 1 is allowed")
         return list((values.astype(np.bool_) if kind == _BOOL else values).tolist())
 
-    def strings(self, count: int) -> list[str]:
+    def strings(self, count: int) -> "Strings":
         """`string` for a whole vocabulary: one loop without calls."""
         data, end, position = self.data, self.end, self.position
-        found: list[bytes] = []
+        starts = array("Q")
         read_length = struct.Struct("<Q").unpack_from
-        for _ in range(count):
+        for index in range(count):
             if end - position < 8:
-                raise self.fault(
-                    f"the length of string {len(found)} of {count} needs 8 bytes, {end - position} are left"
-                )
+                raise self.fault(f"the length of string {index} of {count} needs 8 bytes, {end - position} are left")
             (size,) = read_length(data, position)
             position += 8
             if size > end - position:
-                raise self.fault(f"string {len(found)} of {count} needs {size} bytes, {end - position} are left")
-            found.append(data[position : position + size])
+                raise self.fault(f"string {index} of {count} needs {size} bytes, {end - position} are left")
+            self.text(data[position : position + size], "a string")
+            starts.append(position)
             position += size
         self.position = position
-        return [self.text(raw, "a string") for raw in found]
+        return Strings(data, starts)
+
+
+class Strings(Sequence[str]):
+    """Strings that stay in the file until they are asked for: a vocabulary is large, and most readers need its length.
+
+    `starts` says where the bytes of each begin, after their count.
+    """
+
+    def __init__(self, data: mmap.mmap, starts: "array[int]") -> None:
+        self._data, self._starts = data, starts
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start = self._starts[index]
+        (size,) = struct.unpack_from("<Q", self._data, start - 8)
+        return self._data[start : start + size].decode()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and not isinstance(other, str) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _read_counts(cursor: _Cursor) -> tuple[int, int]:
