@@ -9,9 +9,13 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check install --constraint constra
 TORCH := $(shell grep '^torch==' constraints.txt)
 PROTO := protos/hetsplit/v1
 LLAMACPP := $(shell grep '^llama-cpp-python==' constraints.txt)
+# Its AMX kernels crash when GCC compiles them (https://github.com/ggml-org/llama.cpp/issues/20824).
+LLAMACPP_FLAGS := -U__AMX_INT8__
 # It is compiled for the processor at hand, so a wheel serves only machines with the same instructions.
-PROCESSOR := $(shell { grep -m1 '^flags' /proc/cpuinfo || sysctl -n machdep.cpu.brand_string; } 2>/dev/null | cksum)
+PROCESSOR := $(shell { grep -m1 '^flags' /proc/cpuinfo || sysctl -n machdep.cpu.brand_string; echo $(LLAMACPP_FLAGS); } \
+  2>/dev/null | cksum)
 WHEELS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hetsplit/wheels/$(firstword $(PROCESSOR))
+LLAMACPP_WHEEL := $(WHEELS)/$(subst ==,-,$(subst -,_,$(LLAMACPP)))-*.whl
 
 .PHONY: setup engines test check lint demo proto clean
 
@@ -33,9 +37,11 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 
 # The one engine that comes as source: minutes of a C++ compiler, once. Without it, its tests are skipped.
 engines: setup
-	ls $(WHEELS)/$(subst -,_,$(subst ==,-,$(LLAMACPP)))-*.whl 2>/dev/null || \
+	ls $(LLAMACPP_WHEEL) 2>/dev/null || \
+	  CFLAGS="$(LLAMACPP_FLAGS)" CXXFLAGS="$(LLAMACPP_FLAGS)" \
 	  $(PYTHON) -m pip --disable-pip-version-check wheel --no-cache-dir --no-deps --wheel-dir $(WHEELS) $(LLAMACPP)
-	$(PIP) --find-links $(WHEELS) --only-binary llama-cpp-python $(LLAMACPP)
+	$(PIP) --force-reinstall --no-deps $(LLAMACPP_WHEEL)
+	$(PIP) $(LLAMACPP)
 
 # ARGS are handed to pytest: make test ARGS="-k sampling"
 test: setup
