@@ -147,6 +147,21 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
+class Biased:
+    """A matrix whose product gets a bias `[out]` before the activation."""
+
+    matrix: Matrix
+    bias: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes + self.bias.nbytes
+
+    def __call__(self, x: Tensor, activation: str = "none") -> Tensor:
+        return activated(self.matrix(x).add_(self.bias), activation)
+
+
+@dataclass(frozen=True, slots=True)
 class Rounded:
     """A plain matrix as blocks, each rounded when it is read (`InBlocks`)."""
 

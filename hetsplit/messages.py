@@ -6,23 +6,27 @@ from hetsplit._pb import hetsplit_pb2 as pb
 from hetsplit.protocol import Identity
 from hetsplit.result import Timing, Token
 from hetsplit.sampling import SamplingParams
-from hetsplit.spec import KvLayer
+from hetsplit.spec import KvLayer, Rope
 
 
 def identity_to_pb(identity: Identity) -> pb.Identity:
     layers = [pb.Layer(kv_heads=x.kv_heads, head_dim=x.head_dim, window=x.window or 0) for x in identity.layers]
-    plain = {f.name: getattr(identity, f.name) for f in fields(identity) if f.name != "layers"}
-    return pb.Identity(layers=layers, **plain)
+    plain = {f.name: getattr(identity, f.name) for f in fields(identity) if f.name not in ("layers", "rotary")}
+    distinct = [rope for rope in dict.fromkeys(identity.rotary) if rope is not None]
+    ropes = [pb.Rope(inv_freq=rope.inv_freq, scale=rope.scale) for rope in distinct]
+    of_layer = [0 if rope is None else 1 + distinct.index(rope) for rope in identity.rotary]
+    return pb.Identity(layers=layers, ropes=ropes, rope_of_layer=of_layer, **plain)
 
 
 def identity_from_pb(message: pb.Identity) -> Identity:
+    ropes = [None, *(Rope(tuple(rope.inv_freq), rope.scale) for rope in message.ropes)]
     return Identity(
         protocol=message.protocol,
         architecture=message.architecture,
         width=message.width,
         heads=message.heads,
         intermediate=message.intermediate,
-        inv_freq=tuple(message.inv_freq),
+        rotary=tuple(ropes[i] if i < len(ropes) else None for i in message.rope_of_layer),
         layers=tuple(KvLayer(x.kv_heads, x.head_dim, x.window or None) for x in message.layers),
         tokenizer=message.tokenizer,
         weights=message.weights,

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetsplit.errors import ConfigError
-from hetsplit.matrix import Dense, Matrix, Packed, Rounded, check_packable, matrix
-from hetsplit.spec import DType, ModelSpec
+from hetsplit.matrix import Biased, Dense, Matrix, Packed, Rounded, check_packable, matrix
+from hetsplit.mlp import Mlp, RoutedMlp
+from hetsplit.spec import DType, ModelSpec, Rope
 from hetsplit.weights.checkpoint import StoredBlocks
-from hetsplit.weights.names import tensor_shapes
+from hetsplit.weights.names import MLP, tensor_shapes
 
 TORCH_DTYPE = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}
 
@@ -36,13 +37,14 @@ class Layer:
     qkv: Matrix  # [(H + 2 G) D, E]
     o: Matrix  # [E, H D]
     mlp_norm: Tensor  # [E]
-    gate: Matrix  # [I, E]
-    up: Matrix  # [I, E]
-    down: Matrix  # [E, I]
+    mlp: Mlp | RoutedMlp
+    qk_norm: Tensor | None = None  # [H + G, 1, D]
+    attn_post_norm: Tensor | None = None  # [E]
+    mlp_post_norm: Tensor | None = None  # [E]
 
 
 # Parameters of a layer that several canonical tensors make up, below each other.
-_FUSED = {"qkv": ("q", "k", "v")}
+_FUSED = {"qkv": ("q", "k", "v"), "qk_norm": ("q_norm", "k_norm")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ class Model:
 
     def __init__(self, spec: ModelSpec, device: str, dtype: DType, packed_bits: int | None = None) -> None:
         self.spec, self.device, self.dtype, self.packed_bits = spec, torch.device(device), dtype, packed_bits
-        self.inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=self.device)
+        self.ropes = [rope for rope in dict.fromkeys(spec.rotary) if rope is not None]
+        self.rope_of = [None if rope is None else self.ropes.index(rope) for rope in spec.rotary]
+        self.inv_freq = [torch.tensor(rope.inv_freq, dtype=torch.float32, device=self.device) for rope in self.ropes]
         self.eps = torch.tensor(spec.norm_eps, dtype=torch.float32, device=self.device)
 
     @torch.inference_mode()
@@ -89,7 +93,7 @@ class Model:
         unknown, given twice or of another shape, and when one is missing.
         """
         shapes = tensor_shapes(self.spec)
-        total = len(shapes)
+        total, every = len(shapes), frozenset(shapes)
         parameters: dict[str, Any] = {}
         waiting: dict[str, Weight] = {}
         for name, tensor in tensors:
@@ -100,7 +104,7 @@ class Model:
                 raise ConfigError(f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
             waiting[name] = tensor
             del tensor  # before the next one is read
-            whole, parts = _whole(name)
+            whole, parts = _whole(name, every)
             if all(part in waiting for part in parts):
                 found = [waiting.pop(part) for part in parts]
                 parameters |= self._parameter(whole, found)
@@ -119,14 +123,21 @@ class Model:
     def nbytes(self) -> int:
         """Bytes of all parameters on the device; a packed model's embedding is none of them."""
         held: list[Any] = [self.norm, self.head]
-        held += [getattr(layer, name) for layer in self.layers for name in layer.__slots__]
+        held += [
+            part for layer in self.layers for name in layer.__slots__ if (part := getattr(layer, name)) is not None
+        ]
         held += [self.embed] if isinstance(self.embed, Tensor) and not self.spec.tied_head else []
         return sum(parameter.nbytes for parameter in held)
 
     def _parameter(self, name: str, parts: Sequence[Weight]) -> dict[str, Any]:
         """A vector in float32, a matrix in its fastest form; the embedding is the head as well where they are tied."""
         if name != "embed":
-            return {name: self._matrix(name, parts) if len(parts[0].shape) > 1 else self._vector(parts)}
+            matrices = [part for part in parts if len(part.shape) > 1]
+            vectors = [part for part in parts if len(part.shape) == 1]
+            if not matrices:
+                return {name: self._qk_norm(*vectors) if name.endswith("qk_norm") else self._vector(vectors)}
+            found = self._matrix(name, matrices)
+            return {name: Biased(found, self._vector(vectors).to(TORCH_DTYPE[self.dtype])) if vectors else found}
         if self.packed_bits is None:
             embed = self._plain(parts)
             return {"embed": embed} | ({"head": Dense(embed)} if self.spec.tied_head else {})
@@ -136,11 +147,17 @@ class Model:
     def _vector(self, parts: Sequence[Weight]) -> Tensor:
         return torch.cat([_floats(part).to(self.device, torch.float32) for part in parts])
 
+    def _qk_norm(self, q_norm: Weight, k_norm: Weight) -> Tensor:
+        """One row for each head of q and of k."""
+        heads = ((q_norm, self.spec.heads), (k_norm, self.spec.kv_heads))
+        return torch.cat([self._vector([norm]).expand(count, 1, -1) for norm, count in heads])
+
     def _matrix(self, name: str, parts: Sequence[Weight]) -> Matrix:
         kept = all(isinstance(part, StoredBlocks) for part in parts)
-        if self.packed_bits is None or not (self.packed_bits or kept):
+        router = name.endswith("router")  # small, and what it chooses is all or nothing
+        if self.packed_bits is None or router or not (self.packed_bits or kept):
             weight = self._plain(parts)
-            return Dense(weight) if name == "head" else matrix(weight)
+            return Dense(weight) if name == "head" or router else matrix(weight)
         check_packable(name, parts[0].shape[1], self.device)
         bits = 8 if name == "head" else self.packed_bits
         return Packed.of([part if isinstance(part, StoredBlocks) else Rounded(part, bits) for part in parts])
@@ -159,9 +176,17 @@ class Model:
         layers: list[dict[str, Any]] = [{} for _ in range(self.spec.n_layers)]
         for name, parameter in parameters.items():
             if name.startswith("layers."):
-                _, index, part = name.split(".")
+                _, index, part = name.split(".", 2)
                 layers[int(index)][part] = parameter
-        self.layers = [Layer(**layer) for layer in layers]
+        self.layers = [Layer(mlp=self._mlp(layer), **layer) for layer in layers]
+
+    def _mlp(self, parts: dict[str, Any]) -> Mlp | RoutedMlp:
+        """Takes its parameters out of those of a layer."""
+        routed = self.spec.experts
+        if routed is None:
+            return Mlp(*(parts.pop(part) for part in MLP))
+        experts = [Mlp(*(parts.pop(f"experts.{i}.{part}") for part in MLP)) for i in range(routed.count)]
+        return RoutedMlp(parts.pop("router"), experts, routed)
 
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Iterator[int]:
         """Run the layers over `x` float32 `[T, E]`, the embedded tokens of all segments in a row, in place.
@@ -170,46 +195,60 @@ class Model:
         yet; after the last `next()`, `x` is what `logits` takes. Work follows the iteration: to stop at a yield costs
         no more.
         """
-        cos, sin = self._rope(segments)
-        windows = [_Window.of(segment) for segment in segments]
+        ropes = [self._rope(*rope, segments) for rope in zip(self.ropes, self.inv_freq, strict=True)]
+        views = {window: [_Window.of(segment, window) for segment in segments] for window in set(self.spec.windows)}
         for i, layer in enumerate(self.layers):
-            q, k, v = (_parts(tensor, segments) for tensor in self._project(layer, x, cos, sin))
+            windows, rope = views[self.spec.windows[i]], self.rope_of[i]
+            projected = self._project(layer, x, None if rope is None else ropes[rope])
+            q, k, v = (_parts(tensor, segments) for tensor in projected)
             for window, new_k, new_v in zip(windows, k, v, strict=True):
                 window.new_keys[i].copy_(new_k)
                 window.new_values[i].copy_(new_v)
             yield i
-            heads = [window.attend(i, part) for window, part in zip(windows, q, strict=True)]
-            x += layer.o(heads[0] if len(heads) == 1 else torch.cat(heads))
+            heads = [window.attend(i, part, self.spec) for window, part in zip(windows, q, strict=True)]
+            x += self._added(layer.o(heads[0] if len(heads) == 1 else torch.cat(heads)), layer.attn_post_norm)
             normed = self._rms_norm(x, layer.mlp_norm)
-            x += layer.down(layer.up(normed).mul_(layer.gate(normed, "silu")))
+            x += self._added(layer.mlp(normed, self.spec.activation), layer.mlp_post_norm)
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
         """Token ids to float32 `[T, E]`: what layers add up keeps its precision whatever they compute in."""
         if isinstance(self.embed, StoredBlocks):
-            return torch.from_numpy(self.embed.read(tokens).floats())
-        return F.embedding(torch.tensor(tokens, device=self.embed.device), self.embed).float()
+            found = torch.from_numpy(self.embed.read(tokens).floats())
+        else:
+            found = F.embedding(torch.tensor(tokens, device=self.embed.device), self.embed).float()
+        return found if self.spec.embed_scale == 1 else found * self.spec.embed_scale
 
     def logits(self, x: Tensor) -> Tensor:
         """`[T, E]` out of the last layer to `[T, V]`."""
-        return self.head(self._rms_norm(x, self.norm))
+        found = self.head(self._rms_norm(x, self.norm))
+        return found if self.spec.logit_cap is None else _capped(found.float(), self.spec.logit_cap)
 
-    def _rope(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+    def _rope(self, rope: Rope, inv_freq: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, float32 `[T, D]`, so that rotating is `x * cos + roll(x, D / 2) * sin`."""
         positions = [torch.arange(s.start, s.stop, dtype=torch.float32, device=self.device) for s in segments]
-        angles = torch.outer(torch.cat(positions), self.inv_freq)
+        angles = torch.outer(torch.cat(positions), inv_freq)
         cos, sin = angles.cos(), angles.sin()
+        if rope.scale != 1:
+            cos, sin = cos * rope.scale, sin * rope.scale
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
-    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: Layer, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[1, H, T, D]`, rotated keys `[1, G, T, D]` and values `[1, G, T, D]`."""
         s = self.spec
         qkv = layer.qkv(self._rms_norm(x, layer.attn_norm))
         heads = qkv.view(1, len(x), -1, s.head_dim).transpose(1, 2)
         qk, v = heads.split_with_sizes((s.heads + s.kv_heads, s.kv_heads), dim=1)
-        wide = qk.float()
-        rotated = (wide * cos).addcmul_(wide.roll(s.head_dim // 2, dims=-1), sin).to(qkv.dtype)
-        q, k = rotated.split_with_sizes((s.heads, s.kv_heads), dim=1)
+        if layer.qk_norm is not None:
+            qk = self._rms_norm(qk.float(), layer.qk_norm)
+        if rope is not None:
+            (cos, sin), wide = rope, qk.float()
+            qk = (wide * cos).addcmul_(wide.roll(s.head_dim // 2, dims=-1), sin).to(qkv.dtype)
+        q, k = qk.split_with_sizes((s.heads, s.kv_heads), dim=1)
         return q, k, v
+
+    def _added(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """What attention or the MLP adds to the residual stream."""
+        return x if norm is None else self._rms_norm(x.float(), norm)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Root mean square norm of each row of float32 `x` (Zhang and Sennrich, 2019), in the model's dtype."""
@@ -231,37 +270,65 @@ class _Window:
     expand: bool  # give attention a key/value head for each query head
 
     @classmethod
-    def of(cls, segment: Segment) -> "_Window":
+    def of(cls, segment: Segment, window: int | None) -> "_Window":
         """The kernel's own causal rule serves a chunk at position 0, and one token needs none."""
-        start, stop = segment.start, segment.stop
+        start, stop, count = segment.start, segment.stop, segment.count
+        first = 0 if window is None else max(0, start + 1 - window)  # what the first of the new tokens sees
+        cut = window is not None and count > window - (start - first)
         keys, values = segment.keys[:, None], segment.values[:, None]  # [L, 1, G, C, D]
         mask = None
-        if start > 0 and segment.count > 1:
-            mask = keys.new_full((segment.count, stop), float("-inf")).triu_(start + 1)
+        if count > 1 and (start > first or cut):
+            mask = keys.new_full((count, stop - first), float("-inf")).triu_(start - first + 1)
+            if window is not None:
+                mask += torch.full_like(mask, float("-inf")).tril_(start - first - window)
         return cls(
             new_keys=keys[..., start:stop, :].unbind(),
             new_values=values[..., start:stop, :].unbind(),
-            keys=keys[..., :stop, :].unbind(),
-            values=values[..., :stop, :].unbind(),
+            keys=keys[..., first:stop, :].unbind(),
+            values=values[..., first:stop, :].unbind(),
             mask=mask,
-            causal=start == 0 and segment.count > 1,
+            causal=mask is None and count > 1,
             # CUDA's fused kernels take a mask or grouped heads, not both; MPS wants whole tensors.
             expand=keys.device.type not in ("cpu", "cuda") or (keys.device.type == "cuda" and mask is not None),
         )
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        """`q` `[1, H, T, D]` over all positions up to its own; gives `[T, H D]`."""
+    def attend(self, layer: int, q: Tensor, spec: ModelSpec) -> Tensor:
+        """`q` `[1, H, T, D]` over the positions that it sees, up to its own; gives `[T, H D]`."""
         keys, values = self.keys[layer], self.values[layer]
+        if spec.attention_cap is not None:
+            return self._capped_attention(q, keys, values, spec.attention_scale, spec.attention_cap)
         if q.shape[2] == 1:  # all heads of a group see the same keys, as several tokens of one head would: much faster
-            out = F.scaled_dot_product_attention(q.view(1, keys.shape[1], -1, q.shape[3]), keys, values)
+            grouped = q.view(1, keys.shape[1], -1, q.shape[3])
+            out = F.scaled_dot_product_attention(grouped, keys, values, scale=spec.attention_scale)
             return out.reshape(1, -1)
         if self.expand:
             repeats = q.shape[1] // keys.shape[1]
             q, keys, values = q.contiguous(), *(t.repeat_interleave(repeats, dim=1) for t in (keys, values))
         out = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=self.mask, is_causal=self.causal, enable_gqa=not self.expand
+            q,
+            keys,
+            values,
+            attn_mask=self.mask,
+            is_causal=self.causal,
+            scale=spec.attention_scale,
+            enable_gqa=not self.expand,
         )
         return out.transpose(1, 2).reshape(q.shape[2], -1)
+
+    def _capped_attention(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, cap: float) -> Tensor:
+        """Step by step: no fused kernel caps scores."""
+        grouped = q.view(keys.shape[1], -1, q.shape[2], q.shape[3])  # [G, H / G, T, D]
+        scores = _capped((grouped @ keys[0, :, None].transpose(-1, -2)).float() * scale, cap)
+        if self.mask is not None:
+            scores += self.mask
+        elif self.causal:
+            scores += torch.full_like(scores[0, 0], float("-inf")).triu_(1)
+        out = scores.softmax(dim=-1).to(values.dtype) @ values[0, :, None]
+        return out.permute(2, 0, 1, 3).reshape(q.shape[2], -1)
+
+
+def _capped(x: Tensor, cap: float) -> Tensor:
+    return x.div(cap).tanh_().mul_(cap)
 
 
 def _parts(tensor: Tensor, segments: Sequence[Segment]) -> Sequence[Tensor]:
@@ -273,11 +340,14 @@ def _floats(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.floats()
 
 
-def _whole(name: str) -> tuple[str, list[str]]:
-    """The parameter that a canonical tensor belongs to, and all tensors that make it up."""
+def _whole(name: str, every: frozenset[str]) -> tuple[str, list[str]]:
+    """The parameter that a canonical tensor belongs to, and all tensors of `every` that make it up."""
     layer, dot, part = name.rpartition(".")
-    whole = next((whole for whole, parts in _FUSED.items() if dot and part in parts), part)
-    return f"{layer}{dot}{whole}", [f"{layer}{dot}{other}" for other in _FUSED.get(whole, (part,))]
+    matrix = part.removesuffix("_bias")
+    whole = next((whole for whole, parts in _FUSED.items() if dot and matrix in parts), matrix)
+    parts = [f"{layer}{dot}{part}" for part in _FUSED.get(whole, (whole,))]
+    biases = [bias for part in parts if (bias := f"{part}_bias") in every]
+    return f"{layer}{dot}{whole}", parts + biases
 
 
 def _some(names: Iterable[str], shown: int = 4) -> str:

@@ -24,7 +24,7 @@ from hetsplit.errors import (
     brief,
 )
 from hetsplit.kv import Coverage, KvBlock, KvFill
-from hetsplit.spec import DType, KvLayer, KvLayout, ModelSpec
+from hetsplit.spec import DType, KvLayer, KvLayout, ModelSpec, Rope
 
 VERSION = 1
 CODECS = ("raw",)
@@ -44,7 +44,7 @@ class Identity:
     width: int
     heads: int
     intermediate: int
-    inv_freq: tuple[float, ...]
+    rotary: tuple[Rope | None, ...]
     layers: tuple[KvLayer, ...]
     tokenizer: str
     weights: str
@@ -52,14 +52,14 @@ class Identity:
     @classmethod
     def of(cls, spec: ModelSpec, layout: KvLayout, tokenizer: str, weights: str) -> "Identity":
         shape = (spec.architecture, spec.width, spec.heads, spec.intermediate)
-        return cls(VERSION, *shape, spec.inv_freq, layout.layers, tokenizer, weights)
+        return cls(VERSION, *shape, spec.rotary, layout.layers, tokenizer, weights)
 
     def difference(self, other: "Identity", *, mixed_weights: bool = False) -> str | None:
         """The first field in which `other` differs, with both values; None when the two may share a cache."""
         for name in (f.name for f in fields(self)):
             mine, theirs = getattr(self, name), getattr(other, name)
-            if name == "inv_freq":
-                if fault := _frequency_difference(mine, theirs):
+            if name == "rotary":
+                if fault := _rotary_difference(mine, theirs):
                     return fault
             elif mine != theirs and not (name == "weights" and mixed_weights):
                 hint = " (the same model in another precision? then mixed_weights=True)" if name == "weights" else ""
@@ -67,13 +67,29 @@ class Identity:
         return None
 
 
-def _frequency_difference(mine: tuple[float, ...], theirs: tuple[float, ...]) -> str | None:
+def _rotary_difference(mine: tuple[Rope | None, ...], theirs: tuple[Rope | None, ...]) -> str | None:
+    """Of the first layer whose frequencies or scale are not within 1e-6."""
     if len(mine) != len(theirs):
-        return f"inv_freq: {len(mine)} RoPE frequencies here, {len(theirs)} there"
-    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        if not math.isclose(a, b, rel_tol=1e-6):
-            return f"inv_freq[{i}]: {a!r} here, {b!r} there (RoPE base or scaling)"
+        return f"rotary: {len(mine)} layers here, {len(theirs)} there"
+    for layer, pair in enumerate(zip(mine, theirs, strict=True)):
+        if fault := _rope_difference(*pair):
+            return f"rotary of layer {layer}: {fault}"
     return None
+
+
+def _rope_difference(a: Rope | None, b: Rope | None) -> str | None:
+    if a is None or b is None:
+        return None if a is b else f"{_rotates(a)} here, {_rotates(b)} there"
+    if len(a.inv_freq) != len(b.inv_freq):
+        return f"inv_freq: {len(a.inv_freq)} RoPE frequencies here, {len(b.inv_freq)} there"
+    for i, (one, other) in enumerate(zip(a.inv_freq, b.inv_freq, strict=True)):
+        if not math.isclose(one, other, rel_tol=1e-6):
+            return f"inv_freq[{i}]: {one!r} here, {other!r} there (RoPE base or scaling)"
+    return None if math.isclose(a.scale, b.scale, rel_tol=1e-6) else f"scale: {a.scale!r} here, {b.scale!r} there"
+
+
+def _rotates(rope: Rope | None) -> str:
+    return "no RoPE" if rope is None else "RoPE"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ def export_folder(path: Path, folder: Path, dtype: torch.dtype = torch.bfloat16)
     """Weights rounded to `dtype`, config, tokenizer and chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = open_checkpoint(path)
-    tensors = {hf_name(name): tensor.to(dtype).clone() for name, tensor in checkpoint.tensors()}
+    tensors = {hf_name(name, checkpoint.spec): tensor.to(dtype).clone() for name, tensor in checkpoint.tensors()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     metadata = read_gguf(path).metadata
     config = hf_config(checkpoint.spec, metadata["llama.rope.freq_base"]) | {"dtype": str(dtype).removeprefix("torch.")}

@@ -18,6 +18,10 @@ LAYERS = {
     "errors": 0,
     "spec": 0,
     "result": 0,
+    "rope": 1,
+    "spec_fields": 1,
+    "spec_hf": 1,
+    "spec_gguf": 1,
     "_pb": 0,
     "address": 1,
     "kv": 1,
@@ -33,6 +37,7 @@ LAYERS = {
     "tokenizer_files": 2,
     "tokenizer_gguf": 2,
     "model": 2,
+    "mlp": 2,
     "matrix": 2,
     "weights": 2,
     "messages": 3,
@@ -59,12 +64,18 @@ LAYERS = {
 # Imports within one layer that are meant; a package's own modules may always use each other.
 SIDEWAYS = {
     ("spec", "errors"),  # it refuses what is not supported
+    ("spec_hf", "spec_fields"),
+    ("spec_hf", "rope"),
+    ("spec_gguf", "spec_fields"),
+    ("spec_gguf", "rope"),
     ("frames", "protocol"),  # the bytes of the protocol's messages
     ("tokenizer", "tokenizer_files"),
     ("tokenizer", "tokenizer_gguf"),
     ("tokenizer", "weights"),  # GGUF metadata
     ("tokenizer_gguf", "tokenizer_files"),
     ("model", "matrix"),  # what its parameters are
+    ("model", "mlp"),
+    ("mlp", "matrix"),
     ("model", "weights"),  # what a checkpoint gives
     ("matrix", "weights"),  # blocks of quantised numbers
     ("agreement", "worker"),  # how peers compare what they hold
@@ -82,7 +93,7 @@ SIDEWAYS = {
     ("bench", "plots"),
 }
 
-TORCH_ALLOWED = ("model", "matrix", "weights", "engines.torch", "engines.transformers")
+TORCH_ALLOWED = ("model", "mlp", "matrix", "weights", "engines.torch", "engines.transformers")
 GRPC_ALLOWED = ("wire", "_pb")
 # Libraries whose import name is not the name they are installed by.
 DISTRIBUTIONS = {"grpc": "grpcio", "google": "protobuf", "llama_cpp": "llama-cpp-python", "mlx_lm": "mlx-lm"}

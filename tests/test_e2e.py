@@ -398,7 +398,7 @@ def large_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from safetensors.numpy import save_file
     from transformers import LlamaConfig
 
-    from hetsplit.spec import ModelSpec
+    from hetsplit.spec_hf import spec_from_hf
     from hetsplit.weights.names import hf_name, tensor_shapes
 
     folder = tmp_path_factory.mktemp("large")
@@ -415,8 +415,9 @@ def large_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     config.save_pretrained(folder)
     random = np.random.default_rng(0)
-    shapes = tensor_shapes(ModelSpec.from_hf(json.loads((folder / "config.json").read_text()), None))
-    weights = {hf_name(name): random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    spec = spec_from_hf(json.loads((folder / "config.json").read_text()))
+    shapes = tensor_shapes(spec)
+    weights = {hf_name(name, spec): random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors")
     return folder
 

@@ -2,17 +2,22 @@
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from hetsplit.engines import Row, load
 from hetsplit.model import Model, Segment
 from hetsplit.spec import DType
 from hetsplit.weights import open_checkpoint
+from tests.families import FAMILIES, GGUF_ARCHITECTURES, build, save_family_gguf
 from tests.models import BUILDERS, LLAMA82_IDS, LLAMA_IDS, P40, ROPE_IDS, TIED_IDS, hf_greedy, hf_logits, save_folder
 
 IDS = {"llama": LLAMA_IDS, "llama82": LLAMA82_IDS, "tied": TIED_IDS, "rope": ROPE_IDS}
@@ -59,26 +64,62 @@ def test_llamas(
     assert greedy(model, P40, 8) == wanted
 
 
-def test_a_mistral_without_a_window(device: str, tmp_path: Path) -> None:
-    config = MistralConfig(
-        vocab_size=97,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.5,
-        sliding_window=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Path]]:
+    """A random model and its folder, made once."""
+
+    @cache
+    def made(name: str) -> tuple[PreTrainedModel, Path]:
+        model = build(name)
+        return model, save_folder(model, tmp_path_factory.mktemp(name))
+
+    return made
+
+
+Family = Callable[[str], tuple[PreTrainedModel, Path]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_a_family(name: str, device: str, family: Family) -> None:
+    """A prompt longer than any window, in one go."""
+    reference, folder = family(name)
+    model = loaded(folder, device)
+    np.testing.assert_allclose(logits(model, P40), hf_logits(reference, P40), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_across_the_split(name: str, device: str, family: Family) -> None:
+    """Prefilled in chunks on one engine, decoded on another, past windows and chunks."""
+    reference, folder = family(name)
+    prefill, decode = (load(folder, device=device, dtype="float32", role=role) for role in ("prefill", "decode"))
+    store = decode.reserve(64)
+    for block in prefill.prefill(P40, range(39), chunk=7, stop=Event()):
+        store.write(block)
+    while not store.settle():
+        pass
+    cache, tokens = store.seal(39), list(P40)
+    for count in (1, 1, 5, 1):
+        found = decode.step([Row(cache, tokens[cache.length :])]).logits[0]
+        np.testing.assert_allclose(found, hf_logits(reference, tokens)[-1], atol=1e-3, rtol=1e-4)
+        tokens += [int(found.argmax())] * count
+
+
+@pytest.mark.parametrize("name", GGUF_ARCHITECTURES)
+def test_a_gguf_is_the_same_model(name: str, device: str, family: Family, tmp_path: Path) -> None:
+    reference, folder = family(name)
+    path = save_family_gguf(name, folder, tmp_path / "model.gguf")
+    model = loaded(path, device)
+    np.testing.assert_allclose(logits(model, P40), hf_logits(reference, P40), atol=1e-3, rtol=1e-4)
+    assert replace(model.spec, context=0) == replace(open_checkpoint(folder).spec, context=0)
+
+
+def test_a_qwen3_with_a_head_width_of_its_own(device: str, tmp_path: Path) -> None:
+    config = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config |= {"initializer_range": 0.5, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
     torch.manual_seed(0)
-    reference = MistralForCausalLM(config).eval()
-    model = loaded(save_folder(reference, tmp_path), device)
-    assert model.spec.architecture == "llama"
-    np.testing.assert_allclose(logits(model, P40), hf_logits(reference, P40), atol=1e-3, rtol=0)
+    model = loaded(save_folder(Qwen3ForCausalLM(Qwen3Config(**config)).eval(), tmp_path), device)
+    assert greedy(model, P40, 8) == [79, 81, 87, 87, 87, 26, 91, 87]
 
 
 def test_indexed_shards_win_over_a_stray_file(

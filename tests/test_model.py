@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from hetsplit.errors import ConfigError
 from hetsplit.model import TORCH_DTYPE, Model, Segment, _Window
 from hetsplit.spec import DType, ModelSpec
+from hetsplit.spec_hf import spec_from_hf
 from tests.models import BUILDERS, LLAMA_IDS, P40, canonical_weights, hf_greedy, hf_logits
+from tests.toy import toy_spec
 
 ModelOf = Callable[[str], torch.nn.Module]
 
@@ -22,7 +24,7 @@ ModelOf = Callable[[str], torch.nn.Module]
 def ours(model_of: ModelOf, device: str) -> Callable[..., Model]:
     def build(name: str, dtype: DType = DType.FLOAT32) -> Model:
         reference = model_of(name)
-        spec = ModelSpec.from_hf(reference.config.to_dict())
+        spec = spec_from_hf(reference.config.to_dict())
         return Model(spec, device, dtype).load(canonical_weights(reference).items())
 
     return build
@@ -129,7 +131,7 @@ def weights(model_of: ModelOf, name: str = "llama") -> dict[str, torch.Tensor]:
 
 
 def spec_of(model_of: ModelOf, name: str = "llama") -> ModelSpec:
-    return ModelSpec.from_hf(model_of(name).config.to_dict())
+    return spec_from_hf(model_of(name).config.to_dict())
 
 
 @pytest.mark.parametrize("name", ["embed", "layers.1.k", "layers.0.up", "norm", "head"])
@@ -194,7 +196,7 @@ def test_loading_holds_the_tensors_of_one_parameter(model_of: ModelOf, packed_bi
 
 
 def test_inverse_frequencies_are_taken_from_the_spec(ours: Callable[..., Model], model_of: ModelOf) -> None:
-    spec = replace(spec_of(model_of), inv_freq=spec_of(model_of, "rope").inv_freq)
+    spec = replace(spec_of(model_of), rotary=spec_of(model_of, "rope").rotary)
     other = Model(spec, str(ours("llama").device), DType.FLOAT32).load(weights(model_of).items())
     assert np.abs(run(other, P40) - run(ours("llama"), P40)).max() > 0.1
 
@@ -204,6 +206,7 @@ def test_expanded_heads_attend_like_grouped_ones(start: int, count: int) -> None
     """What runs on a GPU whose kernels take a mask or grouped heads, but not both."""
     torch.manual_seed(0)
     segment = Segment(torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8), start, count)
-    window = _Window.of(segment)
+    spec = toy_spec(head_dim=8, attention_scale=8**-0.5)
+    window = _Window.of(segment, None)
     q = torch.randn(count, 8, 8).transpose(0, 1)[None]
-    torch.testing.assert_close(replace(window, expand=True).attend(1, q), window.attend(1, q))
+    torch.testing.assert_close(replace(window, expand=True).attend(1, q, spec), window.attend(1, q, spec))

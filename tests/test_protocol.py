@@ -26,10 +26,10 @@ from hetsplit.protocol import (
     State,
     raw_bytes,
 )
-from hetsplit.spec import DType, KvLayer
+from hetsplit.spec import DType, KvLayer, Rope
 from tests.faults import SPAN, STREAMS, TOKENS, good_messages, to_frame
 from tests.test_kv import interleaved
-from tests.toy import LAYERS, ToyEngine, ToyStore, kv_layout, random_block
+from tests.toy import LAYERS, ROPE, ToyEngine, ToyStore, kv_layout, random_block
 
 ENGINE = ToyEngine()
 CLOCKS = {"queue_s": 0.5, "prefill_s": 1.5}
@@ -266,7 +266,7 @@ DIFFERENT = {
     "width": 17,
     "heads": 8,
     "intermediate": 33,
-    "inv_freq": (1.0, 0.02),
+    "rotary": (ROPE, ROPE, None),
     "layers": (KvLayer(2, 4), KvLayer(2, 4), KvLayer(2, 4, 128)),
     "tokenizer": "other",
     "weights": "other",
@@ -289,7 +289,7 @@ def test_each_field_that_differs_is_named(name: str) -> None:
     assert difference.startswith(name)
     assert " here, " in difference
     assert difference.rstrip(")").count("there") == 1
-    if name not in ("layers", "inv_freq"):
+    if name not in ("layers", "rotary"):
         assert repr(getattr(IDENTITY, name)) in difference
         assert repr(DIFFERENT[name]) in difference
     mixed = IDENTITY.difference(replace(IDENTITY, **{name: DIFFERENT[name]}), mixed_weights=True)
@@ -297,13 +297,23 @@ def test_each_field_that_differs_is_named(name: str) -> None:
 
 
 def test_frequencies_may_differ_by_rounding_only() -> None:
-    def difference(*inv_freq: float) -> str | None:
-        return IDENTITY.difference(replace(IDENTITY, inv_freq=inv_freq))
+    def difference(*inv_freq: float, scale: float = 1.0) -> str | None:
+        return IDENTITY.difference(replace(IDENTITY, rotary=(ROPE, ROPE, Rope(inv_freq, scale))))
 
     assert difference(1.0 + 5e-7, 0.01) is None
-    assert (difference(1.0, 0.01 * (1 + 2e-6)) or "").startswith("inv_freq[1]: 0.01 here, 0.01000002 there")
-    assert difference(1.0) == "inv_freq: 2 RoPE frequencies here, 1 there"
+    assert (difference(1.0, 0.01 * (1 + 2e-6)) or "").startswith(
+        "rotary of layer 2: inv_freq[1]: 0.01 here, 0.01000002 there"
+    )
+    assert difference(1.0) == "rotary of layer 2: inv_freq: 2 RoPE frequencies here, 1 there"
     assert difference(1.0, math.nan) is not None
+    assert difference(1.0, 0.01, scale=1 + 5e-7) is None
+    assert difference(1.0, 0.01, scale=1.1) == "rotary of layer 2: scale: 1.0 here, 1.1 there"
+
+
+def test_a_layer_without_rotation_is_not_one_with_it() -> None:
+    none = replace(IDENTITY, rotary=(ROPE, ROPE, None))
+    assert none.difference(IDENTITY) == "rotary of layer 2: no RoPE here, RoPE there"
+    assert IDENTITY.difference(replace(IDENTITY, rotary=(ROPE, ROPE))) == "rotary: 3 layers here, 2 there"
 
 
 def test_mixed_weights_is_offered_where_weights_differ() -> None:

@@ -4,11 +4,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, MistralConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hetsplit.errors import ConfigError
 from hetsplit.spec import DType, KvLayer, ModelSpec
+from hetsplit.spec_gguf import spec_from_gguf
+from hetsplit.spec_hf import MODEL_TYPES, spec_from_hf
 from tests.models import LLAMA3_ROPE
 
 CONFIG: dict[str, Any] = {
@@ -46,11 +60,11 @@ LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta
 
 
 def hf(changes: dict[str, Any] | None = None, generation: dict[str, Any] | None = None) -> ModelSpec:
-    return ModelSpec.from_hf(CONFIG | (changes or {}), generation)
+    return spec_from_hf(CONFIG | (changes or {}), generation)
 
 
 def from_gguf(changes: dict[str, Any] | None = None, **options: Any) -> ModelSpec:
-    return ModelSpec.from_gguf(GGUF | (changes or {}), **({"tied_head": False} | options))
+    return spec_from_gguf(GGUF | (changes or {}), **({"tied_head": False} | options))
 
 
 def test_facts_of_a_llama() -> None:
@@ -70,17 +84,43 @@ def test_one_model_has_one_spec_whatever_the_container() -> None:
 
 def test_kv_heads_default_to_heads_unless_the_class_says_otherwise() -> None:
     silent = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
-    assert ModelSpec.from_hf(silent).kv_heads == 4
+    assert spec_from_hf(silent).kv_heads == 4
     mistral = silent | {"model_type": "mistral", "architectures": None, "num_attention_heads": 16, "hidden_size": 64}
-    assert ModelSpec.from_hf(mistral | {"sliding_window": None}).kv_heads == MistralConfig().num_key_value_heads == 8
+    assert spec_from_hf(mistral | {"sliding_window": None}).kv_heads == MistralConfig().num_key_value_heads == 8
     assert from_gguf({"llama.attention.head_count_kv": None}).kv_heads == 4
 
 
 def test_a_mistral_config_that_is_silent_about_its_window_has_the_class_default() -> None:
     mistral = {"model_type": "mistral", "architectures": None, "max_position_embeddings": 8192}
-    assert MistralConfig().sliding_window == 4096
-    with pytest.raises(ConfigError, match=r"sliding_window is 4096.*8192"):
-        hf(mistral)
+    assert hf(mistral).windows == (MistralConfig().sliding_window,) * 2 == (4096, 4096)
+    assert hf(mistral).layout(DType.FLOAT32).layers == (KvLayer(2, 8, 4096),) * 2
+
+
+SILENT: dict[str, type[PreTrainedConfig]] = {
+    **{"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "phi3": Phi3Config},
+    **{"smollm3": SmolLM3Config, "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "mixtral": MixtralConfig},
+    "qwen3_moe": Qwen3MoeConfig,
+}
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_what_a_silent_config_means_is_what_its_class_assumes(model_type: str) -> None:
+    """A config of sizes alone gives the spec of the config that transformers completes from it."""
+    sizes = {"vocab_size": 300000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 14}
+    sizes |= {"num_attention_heads": 32, "max_position_embeddings": 8192, "bos_token_id": None, "eos_token_id": None}
+    written = SILENT[model_type](**sizes).to_dict()
+    assert spec_from_hf({"model_type": model_type, **sizes}) == spec_from_hf(written)
+
+
+def test_layers_of_a_kind_of_their_own() -> None:
+    gemma = {"model_type": "gemma2", "architectures": None, "sliding_window": 16}
+    assert hf(gemma | {"num_hidden_layers": 4}).windows == (16, None, 16, None)
+    three = hf(gemma | {"model_type": "gemma3_text", "num_hidden_layers": 7, "rope_local_base_freq": 100.0})
+    assert three.windows == (16, 16, 16, 16, 16, None, 16)
+    assert [rope.inv_freq[-1] for rope in three.rotary[4:6]] == pytest.approx([100**-0.992, 1e6**-0.992], rel=1e-2)
+    smol = hf({"model_type": "smollm3", "architectures": None, "num_hidden_layers": 5})
+    assert [rope is None for rope in smol.rotary] == [False, False, False, True, False]
+    assert hf({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}).windows == (None, 16)
 
 
 # Rotary embedding.
@@ -92,7 +132,7 @@ def reference_frequencies(rope: dict[str, Any]) -> np.ndarray:
         max_position_embeddings=256,
         rope_parameters=rope,
     )
-    return ROPE_INIT_FUNCTIONS["llama3"](config, None)[0].numpy()
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None)[0].numpy()
 
 
 @pytest.mark.parametrize(
@@ -112,8 +152,8 @@ def reference_frequencies(rope: dict[str, Any]) -> np.ndarray:
 )
 def test_llama3_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
     wanted = reference_frequencies(dict(LLAMA3_ROPE))
-    np.testing.assert_allclose(hf(spelling).inv_freq, wanted, rtol=1e-6)
-    assert not np.allclose(hf().inv_freq, wanted, rtol=1e-2)  # the scaling acts at this size
+    np.testing.assert_allclose(hf(spelling).rotary[0].inv_freq, wanted, rtol=1e-6)
+    assert not np.allclose(hf().rotary[0].inv_freq, wanted, rtol=1e-2)  # the scaling acts at this size
 
 
 @pytest.mark.parametrize("head_dim", [2, 64, 128])
@@ -123,25 +163,51 @@ def test_llama3_scaling_at_real_sizes(head_dim: int, factors: tuple[float, float
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, **dict(zip(names, factors, strict=True))}
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=dict(rope))
     wanted = ROPE_INIT_FUNCTIONS["llama3"](config, None)[0].numpy()
-    found = hf({"head_dim": head_dim, "rope_parameters": rope}).inv_freq
+    found = hf({"head_dim": head_dim, "rope_parameters": rope}).rotary[0].inv_freq
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_gguf_factors_divide_the_frequencies() -> None:
-    plain = np.array(from_gguf().inv_freq)
+    plain = np.array(from_gguf().rotary[0].inv_freq)
     wanted = reference_frequencies(dict(LLAMA3_ROPE))
-    found = from_gguf(rope_factors=(plain / wanted).astype(np.float32).tolist()).inv_freq
+    found = from_gguf(rope_factors=(plain / wanted).astype(np.float32).tolist()).rotary[0].inv_freq
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_default_frequencies_and_where_theta_is_read() -> None:
-    assert hf().inv_freq == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=1e-6)
+    assert hf().rotary[0].inv_freq == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=1e-6)
     for spelling in ({"rope_theta": 100.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}):
-        assert hf(spelling).inv_freq == pytest.approx([1.0, 100**-0.25, 0.1, 100**-0.75], rel=1e-6)
+        assert hf(spelling).rotary[0].inv_freq == pytest.approx([1.0, 100**-0.25, 0.1, 100**-0.75], rel=1e-6)
     assert from_gguf({"llama.rope.freq_base": 100.0}) == hf({"rope_theta": 100})
 
 
-@pytest.mark.parametrize("kind", ["yarn", "linear", "longrope", "dynamic", "su", "proportional", 3, ["llama3"]])
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}, YARN, YARN | {"beta_fast": 8, "beta_slow": 2}],
+)
+def test_stretched_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    (found, *_) = hf({"rope_parameters": rope, "head_dim": 64}).rotary
+    config = LlamaConfig(head_dim=64, max_position_embeddings=256, rope_parameters=dict(rope))
+    wanted, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None)
+    np.testing.assert_allclose(found.inv_freq, wanted.numpy(), rtol=1e-6)
+    assert found.scale == pytest.approx(scale, rel=1e-6) and (scale != 1) == (rope["rope_type"] == "yarn")
+
+
+def test_yarn_is_the_same_from_either_container() -> None:
+    keys = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    found = from_gguf({f"llama.rope.scaling.{key}": value for key, value in keys.items()})
+    assert found == hf({"rope_scaling": {k: v for k, v in YARN.items() if k != "rope_theta"}})
+    wanted = hf({"rope_parameters": YARN | {"attention_factor": 2.5}}).rotary[0].scale
+    assert wanted == 2.5
+    linear = hf({"rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert from_gguf({"llama.rope.scaling.factor": 2.0}) == linear
+    assert from_gguf({"llama.rope.scale_linear": 2.0}) == linear
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "su", "proportional", 3, ["llama3"]])
 @pytest.mark.parametrize("block", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 def test_unknown_rope_types_are_refused_by_name(kind: object, block: str, key: str) -> None:
@@ -182,16 +248,22 @@ def test_faulty_rope_blocks_are_refused(changes: dict[str, Any], words: str) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen2"}, "model_type is 'qwen2'; supported: llama, mistral"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: llama, mistral, qwen2"),
         ({"model_type": None}, "model_type is None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["LlamaModel"]}, "architectures"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
         ({"attention_bias": "no"}, "attention_bias is 'no'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"sliding_window": 255}, "sliding_window is 255"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"layer_types": ["full_attention"]}, "layer_types is ['full_attention']; a list of 2"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "sliding_attention"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}}, "truncate is False"),
+        ({"no_rope_layers": [1]}, "no_rope_layers is [1]; a list of 2"),
+        ({"model_type": "qwen3_moe", "architectures": None, "mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+        ({"model_type": "qwen3_moe", "architectures": None, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"model_type": "qwen3_moe", "architectures": None, "num_experts": 4}, "num_experts_per_tok is 8"),
+        ({"model_type": "gemma2", "architectures": None, "use_bidirectional_attention": True}, "bidirectional"),
         ({"num_key_value_heads": 3}, "4 heads are no multiple of 3"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "width 32 is no multiple of 5"),
         ({"head_dim": 7}, "head width is 7"),
@@ -226,20 +298,19 @@ def test_configs_that_cannot_be_used(changes: dict[str, Any], words: str) -> Non
 )
 def test_missing_config_fields_are_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"config.json: the required field {name} is missing"):
-        ModelSpec.from_hf({key: value for key, value in CONFIG.items() if key != name})
+        spec_from_hf({key: value for key, value in CONFIG.items() if key != name})
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"general.architecture": "qwen2"}, "general.architecture is 'qwen2'; supported: llama"),
-        ({"llama.expert_count": 8}, "llama.expert_count is 8"),
+        ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'; supported: llama, qwen2"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
         ({"llama.logit_scale": 2.0}, "llama.logit_scale is 2.0"),
         ({"split.count": 3}, "split.count is 3"),
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "yarn"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "original_context_length is missing"),
         ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
-        ({"llama.rope.scaling.factor": 2.0}, "linear"),
-        ({"llama.rope.scale_linear": 2.0}, "llama.rope.scale_linear is 2.0"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.attn_factor": 2.0}, "attn_factor is 2.0"),
         ({"llama.attention.key_length": 16, "llama.attention.value_length": 8}, "unequal head widths"),
         ({"llama.attention.key_length": 16}, "unequal head widths"),
         ({"llama.rope.dimension_count": 4, "llama.attention.key_length": 8}, "unequal head widths"),

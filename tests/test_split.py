@@ -32,7 +32,7 @@ from hetsplit.errors import (
 )
 from hetsplit.kv import KvBlock
 from hetsplit.security import Credentials, ServerSecurity
-from hetsplit.spec import KvLayer, KvLayout
+from hetsplit.spec import KvLayer, KvLayout, Rope
 from hetsplit.split import Generation, Split
 from hetsplit.wire import Peer, Server, Timeouts
 from hetsplit.worker import Worker
@@ -673,8 +673,14 @@ DIFFERENT = {
     "width": (lambda: ToyEngine(width=17), "width: 16 here, 17 there"),
     "heads": (lambda: ToyEngine(heads=8), "heads: 4 here, 8 there"),
     "intermediate": (lambda: ToyEngine(intermediate=33), "intermediate: 32 here, 33 there"),
-    "rope": (lambda: ToyEngine(inv_freq=(1.0, 0.02)), r"inv_freq\[1\]: 0.01 here, 0.02 there"),
-    "rope width": (lambda: ToyEngine(inv_freq=(1.0,)), "inv_freq: 2 RoPE frequencies here, 1 there"),
+    "rope": (
+        lambda: ToyEngine(rotary=(Rope((1.0, 0.02)),) * LAYERS),
+        r"rotary of layer 0: inv_freq\[1\]: 0.01 here, 0.02 there",
+    ),
+    "rope width": (
+        lambda: ToyEngine(rotary=(Rope((1.0,)),) * LAYERS),
+        "rotary of layer 0: inv_freq: 2 RoPE frequencies here, 1 there",
+    ),
     "head width": (lambda: other_layout(ToyEngine(), KvLayer(2, 8)), "layers: .*head_dim=4.* here, .*head_dim=8"),
     "window": (lambda: other_layout(ToyEngine(), KvLayer(2, 4, 64)), "layers: .*window=None.*window=64"),
     "tokenizer": (lambda: with_letters("other"), "tokenizer: '' here, 'other' there"),

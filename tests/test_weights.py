@@ -80,7 +80,7 @@ def test_both_containers_resolve_to_the_same_facts(
     one, other = open_checkpoint(folder_of(name)).spec, open_checkpoint(gguf_of(name)).spec
     reference = model_of(name).model.rotary_emb.inv_freq.numpy()
     for spec in (one, other):
-        np.testing.assert_allclose(spec.inv_freq, reference, rtol=1e-6)
+        np.testing.assert_allclose(spec.rotary[0].inv_freq, reference, rtol=1e-6)
     facts = (
         "vocab_size",
         "width",
@@ -126,7 +126,7 @@ def test_rope_spellings_on_disk(spelling: str, folder_of: PathOf, tmp_path: Path
     (folder / "config.json").write_text(json.dumps(config))
     assert open_checkpoint(folder).spec == open_checkpoint(folder_of("rope")).spec
     assert LlamaForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq.tolist() == pytest.approx(
-        open_checkpoint(folder).spec.inv_freq, rel=1e-6
+        open_checkpoint(folder).spec.rotary[0].inv_freq, rel=1e-6
     )
 
 

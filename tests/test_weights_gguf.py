@@ -260,4 +260,4 @@ def test_smollm2_facts(smollm2_path: Path) -> None:
     assert (spec.n_layers, spec.width, spec.heads, spec.kv_heads, spec.head_dim) == (30, 576, 9, 3, 64)
     assert (spec.context, spec.vocab_size, spec.tied_head, spec.bos_id, spec.eos_ids) == (8192, 49152, True, 1, (2,))
     assert (spec.norm_eps, checkpoint.stored_dtype) == (1e-5, "bfloat16")
-    np.testing.assert_allclose(spec.inv_freq, 100000.0 ** -(np.arange(32) / 32), rtol=1e-6)
+    np.testing.assert_allclose(spec.rotary[0].inv_freq, 100000.0 ** -(np.arange(32) / 32), rtol=1e-6)

@@ -15,7 +15,7 @@ from hetsplit.engines import Row, StepResult
 from hetsplit.errors import CapacityError
 from hetsplit.kv import KvBlock, KvCache
 from hetsplit.sampling import Sampler, SamplingParams
-from hetsplit.spec import DType, KvLayer, KvLayout, ModelSpec
+from hetsplit.spec import DType, KvLayer, KvLayout, ModelSpec, Rope
 
 VOCAB, LAYERS, KV_HEADS, HEAD_DIM = 97, 3, 2, 4
 
@@ -30,11 +30,14 @@ def eventually(predicate: Callable[[], object], seconds: float = 2.0) -> bool:
     return True
 
 
+ROPE = Rope((1.0, 0.01))
+
+
 def toy_spec(context: int = 512, **changes: object) -> ModelSpec:
     facts = dict(
         architecture="toy", vocab_size=VOCAB, width=16, intermediate=32, n_layers=LAYERS, heads=4, kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM, norm_eps=1e-5, context=context, tied_head=False, inv_freq=(1.0, 0.01), bos_id=None,
-        eos_ids=(),
+        head_dim=HEAD_DIM, norm_eps=1e-5, context=context, tied_head=False, bos_id=None, eos_ids=(),
+        rotary=(ROPE,) * LAYERS, windows=(None,) * LAYERS, attention_scale=0.5,
     )  # fmt: skip
     return ModelSpec(**{**facts, **changes})
 

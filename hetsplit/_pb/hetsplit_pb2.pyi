@@ -20,27 +20,37 @@ class Layer(_message.Message):
     window: int
     def __init__(self, kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
 
+class Rope(_message.Message):
+    __slots__ = ("inv_freq", "scale")
+    INV_FREQ_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    inv_freq: _containers.RepeatedScalarFieldContainer[float]
+    scale: float
+    def __init__(self, inv_freq: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ...) -> None: ...
+
 class Identity(_message.Message):
-    __slots__ = ("protocol", "architecture", "width", "heads", "intermediate", "inv_freq", "layers", "tokenizer", "weights")
+    __slots__ = ("protocol", "architecture", "width", "heads", "intermediate", "ropes", "layers", "tokenizer", "weights", "rope_of_layer")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     INTERMEDIATE_FIELD_NUMBER: _ClassVar[int]
-    INV_FREQ_FIELD_NUMBER: _ClassVar[int]
+    ROPES_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ROPE_OF_LAYER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     architecture: str
     width: int
     heads: int
     intermediate: int
-    inv_freq: _containers.RepeatedScalarFieldContainer[float]
+    ropes: _containers.RepeatedCompositeFieldContainer[Rope]
     layers: _containers.RepeatedCompositeFieldContainer[Layer]
     tokenizer: str
     weights: str
-    def __init__(self, protocol: _Optional[int] = ..., architecture: _Optional[str] = ..., width: _Optional[int] = ..., heads: _Optional[int] = ..., intermediate: _Optional[int] = ..., inv_freq: _Optional[_Iterable[float]] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., tokenizer: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
+    rope_of_layer: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol: _Optional[int] = ..., architecture: _Optional[str] = ..., width: _Optional[int] = ..., heads: _Optional[int] = ..., intermediate: _Optional[int] = ..., ropes: _Optional[_Iterable[_Union[Rope, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., tokenizer: _Optional[str] = ..., weights: _Optional[str] = ..., rope_of_layer: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Description(_message.Message):
     __slots__ = ("identity", "role", "engine", "device", "dtype", "model", "version", "context", "template", "live")

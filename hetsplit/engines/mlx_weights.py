@@ -21,7 +21,8 @@ from mlx.nn.layers.quantized import quantize
 
 from hetsplit.engines.mlx_store import MLX_DTYPE
 from hetsplit.errors import ConfigError, brief
-from hetsplit.spec import DType, ModelSpec
+from hetsplit.spec import DType, ModelSpec, Rope
+from hetsplit.spec_hf import spec_from_hf
 from hetsplit.weights.checkpoint import Place, folder_places, open_folder
 from hetsplit.weights.files import StoredTensor, read_json
 from hetsplit.weights.fingerprint import fingerprint
@@ -96,7 +97,7 @@ def open_mlx(path: Path) -> Folder:
         return _open_quantised(path, family, config)
     checkpoint = open_folder(path)
     next(checkpoint.tensors())  # a tied model that ships another head is refused there
-    stored = {hf_name(name): place for name, place in checkpoint.stored.items()}
+    stored = {hf_name(name, checkpoint.spec): place for name, place in checkpoint.stored.items()}
     return Folder(path, family, checkpoint.spec, checkpoint.stored_dtype, stored, checkpoint.fingerprint())
 
 
@@ -109,7 +110,7 @@ def _open_quantised(path: Path, family: str, config: dict[str, Any]) -> Folder:
         del plain["quantization_config"]
     generation = path / "generation_config.json"
     try:
-        spec = ModelSpec.from_hf(plain, read_json(generation) if generation.exists() else None)
+        spec = spec_from_hf(plain, read_json(generation) if generation.exists() else None)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     places = folder_places(path)
@@ -127,7 +128,7 @@ def _account(
     found: dict[str, Quantisation] = {}
     wanted = set()
     for canonical, shape in tensor_shapes(spec).items():
-        name = hf_name(canonical)
+        name = hf_name(canonical, spec)
         module = name.removesuffix(".weight")
         wanted.add(name)
         if name not in present:
@@ -198,14 +199,17 @@ def _prove_plain(path: Path, tensor: StoredTensor, shape: tuple[int, ...]) -> No
 
 
 class Rotary:
-    """Rotary embedding in half-split order by given inverse frequencies, radians per position."""
+    """Rotary embedding in half-split order as a spec says it."""
 
-    def __init__(self, inv_freq: tuple[float, ...]) -> None:
-        self._dims = 2 * len(inv_freq)
-        self._freqs = 1 / mx.array(inv_freq, mx.float32)
+    def __init__(self, rope: Rope) -> None:
+        self._dims = 2 * len(rope.inv_freq)
+        self._freqs = 1 / mx.array(rope.inv_freq, mx.float32)
+        self._scale = rope.scale
         mx.eval(self._freqs)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        if self._scale != 1:
+            x = self._scale * x
         return mx.fast.rope(x, self._dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=self._freqs)
 
 
@@ -213,9 +217,10 @@ def build(folder: Folder, dtype: DType, progress: Callable[[int, int], None] | N
     """mlx-lm's model with the folder's weights, floats in `dtype`, all evaluated. `progress` hears (done, in all)."""
     module = FAMILIES[folder.family]
     model = module.Model(module.ModelArgs(**_arguments(folder)))
-    rotary = Rotary(folder.spec.inv_freq)
-    for layer in model.layers:
-        layer.self_attn.rope = rotary
+    rotary = {rope: Rotary(rope) for rope in folder.spec.rotary if rope is not None}
+    for layer, rope in zip(model.layers, folder.spec.rotary, strict=True):
+        if rope is not None:
+            layer.self_attn.rope = rotary[rope]
     if folder.quantised:
         quantize(model, class_predicate=lambda path, _: _parameters(folder.quantised.get(path)))
     loaded: list[tuple[str, mx.array]] = []

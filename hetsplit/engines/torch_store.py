@@ -58,9 +58,9 @@ class TorchStore:
         self._device = device
         self._sealed = False
         self._staged: deque[KvBlock] = deque()
-        layer, *others = set(layout.layers)
+        (heads, width), *others = {(layer.kv_heads, layer.head_dim) for layer in layout.layers}
         assert not others, "the forward pass knows layers of one shape only"
-        shape = (len(layout.layers), layer.kv_heads, positions, layer.head_dim)
+        shape = (len(layout.layers), heads, positions, width)
         try:
             with backend_errors(f"a cache of {positions} positions, {nbytes:,} bytes"):
                 keys, values = (torch.empty(shape, dtype=TORCH_DTYPE[layout.dtype], device=device) for _ in range(2))

@@ -6,6 +6,7 @@ and a step. Knows nothing of requests, transfers or sampling. Invariants: no cod
 error of the backend leaves as a `HetsplitError` with the original chained.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -267,10 +268,13 @@ def _check_frequencies(path: Path, module: Any, spec: ModelSpec) -> None:
     """Prove that transformers rotates as the spec says. Raises `ConfigError`."""
     rotary = getattr(module.base_model, "rotary_emb", None)
     found = getattr(rotary, "inv_freq", None)
-    expected = torch.tensor(spec.inv_freq)
-    if (
-        found is None
-        or found.shape != expected.shape
-        or (found.float().cpu() - expected).abs().max() > _FREQUENCY_ERROR
-    ):
+    for rope in {rope for rope in spec.rotary if rope is not None}:
+        expected = torch.tensor(rope.inv_freq)
+        if (
+            found is not None
+            and found.shape == expected.shape
+            and (found.float().cpu() - expected).abs().max() <= _FREQUENCY_ERROR
+            and math.isclose(getattr(rotary, "attention_scaling", 1.0), rope.scale, rel_tol=_FREQUENCY_ERROR)
+        ):
+            continue
         raise ConfigError(f"{path}: transformers' rotary frequencies are not those of config.json as hetsplit reads it")

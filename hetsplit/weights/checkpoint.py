@@ -1,11 +1,12 @@
 """Checkpoints: a Hugging Face folder or a GGUF file, proved, as canonical tensors.
 
-Owns where each format keeps its parts and what is undone when tensors are read: GGUF's interleaved q and k rows.
-Invariant: opening reads headers and configs only (and the few factors of `rope_freqs.weight`).
+Owns where each format keeps its parts and what is undone when tensors are read: GGUF's interleaved q and k rows,
+several matrices in one tensor, norms less 1. Invariant: opening reads headers and configs only (and the few factors of
+`rope_freqs.weight`).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,40 @@ import torch
 
 from hetsplit.errors import ConfigError
 from hetsplit.spec import DType, ModelSpec
+from hetsplit.spec_gguf import interleaved, spec_from_gguf
+from hetsplit.spec_hf import spec_from_hf
 from hetsplit.weights.blocks import STORED_AS_BLOCKS, Blocks, from_gguf
 from hetsplit.weights.files import StoredTensor, TensorFile, read_json
 from hetsplit.weights.fingerprint import fingerprint
 from hetsplit.weights.gguf import read_gguf
-from hetsplit.weights.names import GGUF_IGNORED, HF_IGNORED, account, gguf_name, hf_name, tensor_shapes
+from hetsplit.weights.names import (
+    GGUF_IGNORED,
+    HF_IGNORED,
+    account,
+    gguf_fused,
+    gguf_name,
+    hf_fused,
+    hf_name,
+    parts_of,
+    tensor_shapes,
+)
 from hetsplit.weights.quants import GGUF_TYPES, PLAIN_DTYPES, PLAIN_TYPES, load
 from hetsplit.weights.safetensors import read_safetensors
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _FACTORS_MAX = 4096
+_OFFSET_NORMS = ("gemma2", "gemma3")  # architectures whose folders hold norms less 1; GGUF files hold them whole
 
 Place = tuple[TensorFile, StoredTensor]
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """The `Checkpoint` of both formats. `interleaved`: q and k rows are in GGUF's rotary order."""
+    """The `Checkpoint` of both formats.
+
+    `interleaved`: q and k rows are in GGUF's rotary order. `norm_offset`: weights of norms are stored less 1.
+    """
 
     path: Path
     spec: ModelSpec
@@ -40,6 +57,7 @@ class StoredCheckpoint:
     stored: dict[str, Place]
     interleaved: bool = False
     spare_head: Place | None = None
+    norm_offset: bool = False
 
     @property
     def stored_in_blocks(self) -> bool:
@@ -63,6 +81,8 @@ class StoredCheckpoint:
         if place[1].type in STORED_AS_BLOCKS:
             return StoredBlocks(*place, interleaved)
         values = load(*place)
+        if self.norm_offset and name.endswith("norm"):
+            return values.float() + 1
         return half_split(values, interleaved) if interleaved else values
 
     def fingerprint(self) -> str:
@@ -121,7 +141,7 @@ def half_split(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def open_gguf(path: Path) -> StoredCheckpoint:
-    """Prove a GGUF file of architecture llama. Raises `ConfigError` naming the field or tensor."""
+    """Prove a GGUF file. Raises `ConfigError` naming the field or tensor."""
     file = read_gguf(path)
     factors = file.tensors.get("rope_freqs.weight")
     if factors and (factors.type != "F32" or factors.shape > (_FACTORS_MAX,) or len(factors.shape) > 1):
@@ -130,7 +150,7 @@ def open_gguf(path: Path) -> StoredCheckpoint:
             f"{_FACTORS_MAX} is allowed"
         )
     try:
-        spec = ModelSpec.from_gguf(
+        spec = spec_from_gguf(
             file.metadata,
             tied_head="output.weight" not in file.tensors,
             rope_factors=load(file, factors).tolist() if factors else None,
@@ -139,10 +159,11 @@ def open_gguf(path: Path) -> StoredCheckpoint:
         raise ConfigError(f"{path}: {error}") from error
     shapes = tensor_shapes(spec)
     wanted = {name: gguf_name(name) for name in shapes}
-    account(path, file.tensors, wanted, shapes, GGUF_TYPES, GGUF_IGNORED)
+    present = _apart(path, file.tensors, gguf_fused(spec), {wanted[name]: shape for name, shape in shapes.items()})
+    account(path, present, wanted, shapes, GGUF_TYPES, GGUF_IGNORED)
     slim = replace(file, metadata={})  # who keeps a tensor's place keeps the file, and the vocabulary is large
-    stored = {name: (slim, file.tensors[wanted[name]]) for name in shapes}
-    return StoredCheckpoint(path, spec, _main_dtype(stored), stored, interleaved=True)
+    stored = {name: (slim, present[wanted[name]]) for name in shapes}
+    return StoredCheckpoint(path, spec, _main_dtype(stored), stored, interleaved=interleaved(spec.architecture))
 
 
 def open_folder(path: Path) -> StoredCheckpoint:
@@ -150,18 +171,45 @@ def open_folder(path: Path) -> StoredCheckpoint:
     config = read_json(path / "config.json")
     generation = path / "generation_config.json"
     try:
-        spec = ModelSpec.from_hf(config, read_json(generation) if generation.exists() else None)
+        spec = spec_from_hf(config, read_json(generation) if generation.exists() else None)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     places = folder_places(path)
     shapes = tensor_shapes(spec)
-    wanted = {name: hf_name(name) for name in shapes}
-    spare = places.pop(hf_name("head"), None) if spec.tied_head else None
-    account(path, {name: tensor for name, (_, tensor) in places.items()}, wanted, shapes, PLAIN_TYPES, HF_IGNORED)
-    stored = {name: places[wanted[name]] for name in shapes}
+    wanted = {name: hf_name(name, spec) for name in shapes}
+    spare = places.pop(hf_name("head", spec), None) if spec.tied_head else None
+    present = {name: tensor for name, (_, tensor) in places.items()}
+    files = {name: file for name, (file, _) in places.items()}
+    for whole, names in hf_fused(spec):
+        files |= dict.fromkeys(names, files[whole]) if whole in present else {}
+    present = _apart(path, present, hf_fused(spec), {wanted[name]: shape for name, shape in shapes.items()})
+    account(path, present, wanted, shapes, PLAIN_TYPES, HF_IGNORED)
+    stored = {name: (files[wanted[name]], present[wanted[name]]) for name in shapes}
     if spare:
         account(path, {spare[1].name: spare[1]}, {"embed": spare[1].name}, shapes, PLAIN_TYPES, HF_IGNORED)
-    return StoredCheckpoint(path, spec, _main_dtype(stored), stored, spare_head=spare)
+    offset = spec.architecture in _OFFSET_NORMS
+    return StoredCheckpoint(path, spec, _main_dtype(stored), stored, spare_head=spare, norm_offset=offset)
+
+
+def _apart(
+    path: Path,
+    present: Mapping[str, StoredTensor],
+    fused: Iterable[tuple[str, list[str]]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, StoredTensor]:
+    """`present` with tensors that hold several matrices cut into these; `shapes` by stored name."""
+    found = dict(present)
+    for whole, names in fused:
+        if whole not in found or any(name in found for name in names if name != whole):
+            continue
+        parts = parts_of(found.pop(whole), names, [shapes[name] for name in names])
+        if parts is None:
+            raise ConfigError(
+                f"{path}: tensor {whole} has shape {present[whole].shape}; the config says "
+                f"{' below '.join(str(shapes[name]) for name in names)}"
+            )
+        found |= dict(zip(names, parts, strict=True))
+    return found
 
 
 def _main_dtype(stored: dict[str, Place]) -> DType:
