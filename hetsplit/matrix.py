@@ -21,7 +21,7 @@ _ROWS_TO_WIDEN = 8
 """From so many rows on, a CPU without bfloat16 instructions multiplies faster in float32, the conversion included."""
 
 _ROW_MULTIPLE = 16  # rows that torch's packing kernel takes
-_ROWS_AT_ONCE = 1024  # a multiple of every width that it interleaves rows by
+_ROWS_AT_ONCE = 256  # a multiple of every width that it interleaves rows by; glibc keeps what a larger one leaves
 
 _ONEDNN_ROWS = 256  # the rows of a usual chunk; one row is as fast with it
 _ONEDNN_NAMES = {"none": ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}

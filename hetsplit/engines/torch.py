@@ -11,6 +11,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from threading import Event
@@ -22,7 +23,7 @@ from torch import Tensor
 from hetsplit.engines import Row, StepResult
 from hetsplit.engines.budget import KvBudget
 from hetsplit.engines.checks import check_prefill, check_reserve, check_room, check_rows, check_span, own
-from hetsplit.engines.torch_device import checked_dtype, default_dtype, find_device
+from hetsplit.engines.torch_device import checked_dtype, default_dtype, find_device, in_own_thread
 from hetsplit.engines.torch_store import TorchStore, as_numpy, backend_errors, default_kv_bytes, to_numpy
 from hetsplit.errors import ConfigError
 from hetsplit.kv import KvBlock, KvStore
@@ -189,7 +190,8 @@ def load(
     with backend_errors(f"the weights of {path.name} in {wanted} on {place}"):
         for done, form in enumerate(forms):
             heard = None if progress is None else _share(progress, done, len(forms))
-            loaded.append(Model(checkpoint.spec, place, wanted, form).load(checkpoint.weights(), heard))
+            model_in_form = Model(checkpoint.spec, place, wanted, form)
+            loaded.append(in_own_thread(partial(model_in_form.load, checkpoint.weights(), heard)))
     if len(loaded) > 1:
         plain, packed = (part.nbytes for part in loaded)
         log.info(

@@ -1,15 +1,42 @@
-"""Devices and dtypes that torch computes with here, for the engines that it runs.
+"""Devices, dtypes and threads that torch computes with here, for the engines that it runs.
 
 Knows neither models nor stores.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from threading import Thread
+from typing import TypeVar
 
 import torch
 
 from hetsplit.errors import ConfigError
 from hetsplit.model import TORCH_DTYPE
 from hetsplit.spec import DType
+
+T = TypeVar("T")
+
+
+def in_own_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread that ends with it, and give what it gives or raise what it raises.
+
+    OpenMP keeps a team of threads for each thread that ever computed, as long as that one lives, and as soon as there
+    are more of them than cores all of them sleep between operations: a decode step takes twice as long then. So what
+    is computed once, away from the thread that steps, is computed here.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = Thread(target=run, name="hetsplit-load", daemon=True)
+    thread.start()
+    found = outcome.result()
+    thread.join()
+    return found
 
 
 def find_device(name: str) -> str:
