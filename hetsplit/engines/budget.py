@@ -5,6 +5,8 @@ Knows no backend. Invariant: what is taken and not given back never exceeds `tot
 
 import os
 import threading
+import weakref
+from collections.abc import Callable
 
 from hetsplit.errors import CapacityError
 
@@ -24,6 +26,13 @@ class KvBudget:
                 free = self.total - self.used
                 raise CapacityError(f"{what} needs {asked:,} bytes, {free:,} of {self.total:,} are free")
             self.used += asked
+
+    def lend(self, holder: object, asked: int, what: str) -> Callable[[], object]:
+        """`take`, until the result is called, which may be repeated, or `holder` is dropped."""
+        self.take(asked, what)
+        give_back = weakref.finalize(holder, self.give, asked)
+        give_back.atexit = False
+        return give_back
 
     def give(self, nbytes: int) -> None:
         with self._lock:

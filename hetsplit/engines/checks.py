@@ -1,4 +1,4 @@
-"""What every engine refuses, in the same words: spans, rows and stores that it cannot serve.
+"""What every engine refuses, in the same words: spans, rows, blocks and stores that it cannot serve.
 
 Knows no backend. Errors are the caller's (`RequestError`) or, for what a worker never asks for, `EngineError`.
 """
@@ -8,10 +8,12 @@ from typing import TypeVar
 
 from hetsplit.engines import Row
 from hetsplit.errors import CapacityError, EngineError, RequestError
-from hetsplit.kv import KvStore
-from hetsplit.spec import ModelSpec
+from hetsplit.kv import KvBlock, KvStore
+from hetsplit.spec import DType, KvLayout, ModelSpec
 
 Store = TypeVar("Store", bound=KvStore)
+
+_READABLE = {dtype.value for dtype in DType}  # by name: bfloat16's own type takes a second to import
 
 
 def check_reserve(positions: int) -> None:
@@ -49,6 +51,24 @@ def check_rows(spec: ModelSpec, rows: Sequence[Row]) -> None:
     if any(not len(row.tokens) for row in rows):
         raise EngineError("a row of 0 tokens, at least 1 allowed")
     spec.check_ids([token for row in rows for token in row.tokens])
+
+
+def check_block(layout: KvLayout, positions: int, block: KvBlock) -> None:
+    """A block for a store of `positions` positions, in any float dtype: `astype` gives the store's own.
+
+    Raises `EngineError` for another layer, shape or type, `CapacityError` for positions that are not reserved.
+    """
+    if not 0 <= block.layer < len(layout.layers):
+        raise EngineError(f"a block of layer {block.layer}, the model has {len(layout.layers)}")
+    layer = layout.layers[block.layer]
+    shape = (block.count, layer.kv_heads, layer.head_dim)
+    if block.keys.shape != shape or block.values.shape != shape:
+        raise EngineError(f"keys {block.keys.shape} and values {block.values.shape}, expected {shape}")
+    for array in (block.keys, block.values):
+        if array.dtype.name not in _READABLE:
+            raise EngineError(f"a block of {array.dtype}, allowed: {', '.join(DType)}")
+    if not 0 <= block.start <= block.stop <= positions:
+        raise CapacityError(f"a block of [{block.start}, {block.stop}), {positions} positions are reserved")
 
 
 def own(store: KvStore, kind: type[Store]) -> Store:

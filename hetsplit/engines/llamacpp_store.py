@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetsplit.engines.budget import KvBudget
+from hetsplit.engines.checks import check_block
 from hetsplit.engines.llamacpp_blob import BlobLayout
 from hetsplit.errors import CapacityError, EngineError
 from hetsplit.kv import KvBlock, KvCache
-from hetsplit.spec import DType, KvLayout
+from hetsplit.spec import KvLayout
 
 SEQUENCES: Final = 64
 """Sequence ids of a context."""
@@ -30,7 +31,6 @@ SEQUENCES: Final = 64
 MOVING: Final = SEQUENCES - 1
 """The one through which chunks go in and out."""
 
-_READABLE = {dtype.value for dtype in DType}
 _Halves = NDArray[np.float16]
 
 
@@ -145,22 +145,13 @@ class LlamaStore:
         self.check_alive()
         if self._sealed:
             raise EngineError("a block was written to a sealed store")
-        if not 0 <= block.layer < len(self.layout.layers):
-            raise EngineError(f"a block of layer {block.layer}, the model has {len(self.layout.layers)}")
-        layer = self.layout.layers[block.layer]
-        shape = (block.count, layer.kv_heads, layer.head_dim)
-        if block.keys.shape != shape or block.values.shape != shape:
-            raise EngineError(f"keys {block.keys.shape} and values {block.values.shape}, expected {shape}")
+        check_block(self.layout, self.positions, block)
         if block.start != self._reached[block.layer]:
             reached = self._reached[block.layer]
             raise EngineError(f"layer {block.layer}: a block starts at position {block.start}, expected {reached}")
-        if block.stop > self.positions:
-            raise CapacityError(f"a block of [{block.start}, {block.stop}), {self.positions} positions are reserved")
 
     def _converted(self, block: KvBlock, side: str, array: NDArray[Any]) -> _Halves:
         """A copy as float16, keys in llama.cpp's order, `[T, row]`."""
-        if array.dtype.name not in _READABLE:
-            raise EngineError(f"a block of {array.dtype}, allowed: {', '.join(DType)}")
         with np.errstate(over="ignore"):
             halves = array.astype(np.float32).astype(np.float16)
         if not np.isfinite(halves).all():

@@ -12,7 +12,6 @@ that is still lazy belongs to the thread that made it.
 """
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetsplit.engines.budget import KvBudget, physical_bytes
+from hetsplit.engines.checks import check_block
 from hetsplit.errors import CapacityError, EngineError, HetsplitError
 from hetsplit.kv import KvBlock, KvCache
 from hetsplit.spec import DType, KvLayout
@@ -33,7 +33,6 @@ STEP = 256
 
 MLX_DTYPE: Final = {DType.FLOAT32: mx.float32, DType.BFLOAT16: mx.bfloat16, DType.FLOAT16: mx.float16}
 _NO_MEMORY = ("unable to allocate", "out of memory", "outofmemory", "insufficient memory", "maximum allowed buffer")
-_READABLE = {dtype.value for dtype in DType}
 
 
 @contextmanager
@@ -101,9 +100,7 @@ class MlxStore:
         self.layout, self.positions = layout, positions
         capacity = -(-positions // STEP) * STEP
         nbytes = layout.span_bytes(capacity)
-        budget.take(nbytes, f"a cache of {positions} positions")
-        self._give_back = weakref.finalize(self, budget.give, nbytes)  # a store that is dropped counts as released
-        self._give_back.atexit = False
+        self._give_back = budget.lend(self, nbytes, f"a cache of {positions} positions")
         self._sealed = False
         self._staged: deque[_Staged] = deque()
         self._lock = threading.Lock()  # between a block's copy into the memory and the memory's change of hands
@@ -156,19 +153,10 @@ class MlxStore:
         self._held()
         if self._sealed:
             raise EngineError("a block was written to a sealed store")
-        if not 0 <= block.layer < len(self.layout.layers):
-            raise EngineError(f"a block of layer {block.layer}, the model has {len(self.layout.layers)}")
-        layer = self.layout.layers[block.layer]
-        shape = (block.count, layer.kv_heads, layer.head_dim)
-        if block.keys.shape != shape or block.values.shape != shape:
-            raise EngineError(f"keys {block.keys.shape} and values {block.values.shape}, expected {shape}")
-        if not 0 <= block.start <= block.stop <= self.positions:
-            raise CapacityError(f"a block of [{block.start}, {block.stop}), {self.positions} positions are reserved")
+        check_block(self.layout, self.positions, block)
 
     def _converted(self, array: NDArray[Any]) -> NDArray[Any]:
         """`[G, T, D]` in the store's dtype, 16-bit floats shown as integers; a view where nothing is to convert."""
-        if array.dtype.name not in _READABLE:
-            raise EngineError(f"a block of {array.dtype}, allowed: {', '.join(DType)}")
         with np.errstate(over="ignore"):
             found = array.astype(self.layout.dtype.numpy, copy=False)
         if found is not array and found.dtype == np.float16 and not np.isfinite(found).all():

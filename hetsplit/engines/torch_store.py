@@ -5,7 +5,6 @@ contiguous run. Knows nothing of the forward pass. Invariants: memory is reserve
 counted until it is released; another thread than the engine's calls `write` only, which runs no torch operation.
 """
 
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hetsplit.engines.budget import KvBudget, physical_bytes
+from hetsplit.engines.checks import check_block
 from hetsplit.errors import CapacityError, EngineError, HetsplitError
 from hetsplit.kv import KvBlock, KvCache
 from hetsplit.model import TORCH_DTYPE, Segment
 from hetsplit.spec import DType, KvLayout
 
 _NO_MEMORY = ("out of memory", "enough memory", "allocate memory")
-_READABLE = {dtype.value for dtype in DType}  # by name: bfloat16's own type takes a second to import
 
 
 @contextmanager
@@ -52,9 +51,7 @@ class TorchStore:
     def __init__(self, layout: KvLayout, positions: int, device: torch.device, budget: KvBudget) -> None:
         self.layout, self.positions = layout, positions
         nbytes = layout.span_bytes(positions)
-        budget.take(nbytes, f"a cache of {positions} positions")
-        self._give_back = weakref.finalize(self, budget.give, nbytes)  # a store that is dropped counts as released
-        self._give_back.atexit = False
+        self._give_back = budget.lend(self, nbytes, f"a cache of {positions} positions")
         self._device = device
         self._sealed = False
         self._staged: deque[KvBlock] = deque()
@@ -99,18 +96,9 @@ class TorchStore:
         self._held()
         if self._sealed:
             raise EngineError("a block was written to a sealed store")
-        if not 0 <= block.layer < len(self.layout.layers):
-            raise EngineError(f"a block of layer {block.layer}, the model has {len(self.layout.layers)}")
-        layer = self.layout.layers[block.layer]
-        shape = (block.count, layer.kv_heads, layer.head_dim)
-        if block.keys.shape != shape or block.values.shape != shape:
-            raise EngineError(f"keys {block.keys.shape} and values {block.values.shape}, expected {shape}")
-        if not 0 <= block.start <= block.stop <= self.positions:
-            raise CapacityError(f"a block of [{block.start}, {block.stop}), {self.positions} positions are reserved")
+        check_block(self.layout, self.positions, block)
 
     def _converted(self, array: NDArray[Any]) -> NDArray[Any]:
-        if array.dtype.name not in _READABLE:
-            raise EngineError(f"a block of {array.dtype}, allowed: {', '.join(DType)}")
         return array.astype(self.layout.dtype.numpy, copy=False)
 
     def settle(self) -> bool:
