@@ -7,6 +7,7 @@ it expected and what it found. `check` runs those that apply; to run them one by
     def test_my_engine(law: conformance.Law) -> None:
         law(conformance.Pair(mine, mine))
 
+A law that does not apply raises `Skipped`, which test frameworks know: it is the standard library's `SkipTest`.
 Knows no backend and no test framework. Invariants: a law leaves every store released; engines are called from one
 thread at a time, `KvStore.write` excepted.
 """
@@ -16,12 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+from unittest import SkipTest
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetsplit.engines import Decoder, LocalPrefill, Prefiller, Row
-from hetsplit.errors import CapacityError, HetsplitError
+from hetsplit.errors import CapacityError, ConfigError, HetsplitError
 from hetsplit.kv import KvBlock, KvCache, KvFill, KvStore, prefill_span
 from hetsplit.spec import DType
 from hetsplit.split import connect
@@ -35,7 +37,7 @@ _PROMPT: Final = 24
 # An engine is somebody's code: what it can raise.
 _FAULTS: Final = (
     *(HetsplitError, ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError),
-    *(MemoryError, OSError),
+    *(MemoryError, OSError, AssertionError),
 )
 
 Floats = NDArray[np.float32]
@@ -45,7 +47,7 @@ class Broken(AssertionError):
     """An engine broke a law. The message says which, what was expected and what was found."""
 
 
-class Skipped(Exception):
+class Skipped(SkipTest):
     """A law does not apply: the engine does not offer the part that it is about."""
 
 
@@ -72,6 +74,7 @@ class Pair:
     """Two engines of one model, or one twice. `prompt` and `tolerance` have defaults that fit most models.
 
     `mixed_weights`: the engines hold different weights of that model. `chunk`: tokens of a prefill's usual step.
+    Raises `ConfigError` naming what an engine lacks that its side of the pair needs.
     """
 
     prefiller: Prefiller
@@ -84,6 +87,8 @@ class Pair:
     _prefilled: list[KvBlock] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
+        _complete(self.prefiller, Prefiller)
+        _complete(self.decoder, Decoder)
         vocab = self.decoder.spec.vocab_size
         prompt = list(self.prompt) or [(37 * i + 5) % vocab for i in range(_PROMPT)]
         dtypes = (self.prefiller.layout.dtype, self.decoder.layout.dtype)
@@ -161,10 +166,10 @@ class Law:
     def __call__(self, pair: Pair) -> None:
         try:
             self.check(pair)
-        except _FAULTS as error:
-            raise Broken(f"{self.name} ({pair.names}): {type(error).__name__}: {error}") from error
         except Broken as error:
             raise Broken(f"{self.name} ({pair.names}): {error}") from error
+        except _FAULTS as error:
+            raise Broken(f"{self.name} ({pair.names}): {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +215,12 @@ def distance(found: NDArray[Any], expected: NDArray[Any]) -> float:
     return error if np.isfinite(error) else float("inf")
 
 
+def _complete(engine: object, protocol: type[Prefiller] | type[Decoder]) -> None:
+    parts = [*protocol.__annotations__, *(name for name in vars(protocol) if not name.startswith("_"))]
+    if missing := [part for part in parts if not hasattr(engine, part)]:
+        raise ConfigError(f"{type(engine).__name__} is no {protocol.__name__}, it lacks: {', '.join(missing)}")
+
+
 def _near(what: str, found: NDArray[Any], expected: NDArray[Any], allowed: float) -> None:
     if found.shape != expected.shape:
         raise Broken(f"{what}: shape {found.shape}, expected {expected.shape}")
@@ -222,6 +233,8 @@ def _refused(what: str, call: Callable[[], Any], kind: type[HetsplitError] = Het
         call()
     except kind:
         return
+    except Broken:
+        raise
     except _FAULTS as error:
         raise Broken(f"{what}: {type(error).__name__} ({error}), expected {kind.__name__}") from error
     raise Broken(f"{what}: accepted, expected {kind.__name__}")
@@ -232,6 +245,8 @@ def _joined(blocks: Sequence[KvBlock], layers: int) -> list[tuple[NDArray[Any], 
     sides = []
     for layer in range(layers):
         own = [block for block in blocks if block.layer == layer]
+        if not own:
+            raise Broken(f"no block of layer {layer}, expected one of each of {layers} layers")
         sides.append((np.concatenate([b.keys for b in own]), np.concatenate([b.values for b in own])))
     return sides
 
@@ -239,7 +254,23 @@ def _joined(blocks: Sequence[KvBlock], layers: int) -> list[tuple[NDArray[Any], 
 def _agree(found: Sequence[KvBlock], expected: Sequence[KvBlock], layers: int, allowed: float) -> None:
     for layer, (one, other) in enumerate(zip(_joined(found, layers), _joined(expected, layers), strict=True)):
         for side, mine, theirs in zip(("keys", "values"), one, other, strict=True):
-            _near(f"{side} of layer {layer}", mine, theirs, allowed)
+            try:
+                _near(f"{side} of layer {layer}", mine, theirs, allowed)
+            except Broken as error:
+                raise Broken(f"{error}{_guess(side, mine, *other, allowed)}") from None
+
+
+def _guess(side: str, found: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], allowed: float) -> str:
+    """What the usual faults would have given, compared with what was found; "" where it is none of them."""
+    tokens, heads, width = keys.shape
+    if found.shape != keys.shape or width % 2:
+        return ""
+    neighbours = keys.reshape(tokens, heads, 2, width // 2).swapaxes(2, 3).reshape(keys.shape)
+    others = {
+        "as if keys and values were swapped": values if side == "keys" else keys,
+        "as if rotary pairs were neighbours; the canonical order is half-split": neighbours,
+    }
+    return next((f"; it looks {what}" for what, other in others.items() if distance(found, other) <= allowed), "")
 
 
 def _random_blocks(pair: Pair, positions: int) -> list[KvBlock]:
@@ -283,7 +314,8 @@ def stop_ends_a_prefill(pair: Pair) -> None:
     stop = threading.Event()
     chunk = 1
     running = iter(pair.prefiller.prefill(pair.prompt, pair.span, chunk=chunk, stop=stop))
-    next(running)
+    if next(running, None) is None:
+        raise Broken("no block at all before the stop")
     stop.set()
     rest = sum(1 for _ in running)
     per_chunk = len(pair.prefiller.layout.layers)
@@ -354,7 +386,7 @@ def a_store_gives_back_what_was_written(pair: Pair) -> None:
 
 
 def a_bad_block_is_refused(pair: Pair) -> None:
-    """Blocks of another shape or layer, beyond the reservation, or after the seal."""
+    """Blocks of another shape, type or layer, beyond the reservation, or after the seal."""
     good = _random_blocks(pair, 4)
     with pair.store(8) as store:
         block = good[0]
@@ -362,6 +394,7 @@ def a_bad_block_is_refused(pair: Pair) -> None:
         _refused(f"layer {layers} of {layers}", lambda: store.write(replace(block, layer=layers)))
         _refused("layer -1", lambda: store.write(replace(block, layer=-1)))
         _refused("keys of half the width", lambda: store.write(replace(block, keys=block.keys[..., ::2])))
+        _refused("keys that are integers", lambda: store.write(replace(block, keys=block.keys.astype(np.int32))))
         _refused("values of fewer positions", lambda: store.write(replace(block, values=block.values[:2])))
         _refused("positions beyond the reserved", lambda: store.write(replace(_random_blocks(pair, 9)[0])))
         for one in good:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import Any
+from unittest import SkipTest
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hetsplit.conformance import LAWS, Broken, Law, Pair, Tolerance, check
 from hetsplit.engines import Row, StepResult, load
 from hetsplit.engines.torch import TorchEngine
 from hetsplit.engines.torch_store import TorchStore
-from hetsplit.errors import EngineError
+from hetsplit.errors import ConfigError, EngineError
 from hetsplit.kv import KvBlock, KvCache, KvStore
 from hetsplit.spec import DType
 from tests.engines import PAIRS, TinyEngines
@@ -38,14 +39,14 @@ def test_the_pair_in_bfloat16(tiny: TinyEngines) -> None:
     assert len(report.kept) == len(LAWS) and not report.skipped
 
 
+class DecodeOnly:
+    def __init__(self, inner: Any) -> None:
+        self.name, self.spec, self.layout = "decode only", inner.spec, inner.layout
+        self.tokenizer, self.weights_hash, self.reserve, self.step = None, "", inner.reserve, inner.step
+
+
 def test_an_engine_for_one_role_is_legal(tiny: TinyEngines) -> None:
     """Laws that need what is not there are skipped by name."""
-
-    class DecodeOnly:
-        def __init__(self, inner: Any) -> None:
-            self.name, self.spec, self.layout = "decode only", inner.spec, inner.layout
-            self.tokenizer, self.weights_hash, self.reserve, self.step = None, "", inner.reserve, inner.step
-
     torch = tiny("torch")
     report = check(torch, DecodeOnly(torch), mixed_weights=True)
     assert report.skipped == {
@@ -53,6 +54,22 @@ def test_an_engine_for_one_role_is_legal(tiny: TinyEngines) -> None:
         for name in ("split equals alone", "keys and values agree", "a local prefill goes on anywhere")
     }
     assert set(report.kept) | set(report.skipped) == {law.name for law in LAWS}
+
+
+def test_a_law_that_does_not_apply_is_a_skipped_test(tiny: TinyEngines) -> None:
+    """pytest and unittest both take the standard library's exception for one."""
+    (law,) = (law for law in LAWS if law.name == "keys and values agree")
+    with pytest.raises(SkipTest, match="decode only has no local prefill"):
+        law(Pair(tiny("torch"), DecodeOnly(tiny("torch"))))
+
+
+def test_what_an_engine_lacks_is_named(tiny: TinyEngines) -> None:
+    decoder = DecodeOnly(tiny("torch"))
+    with pytest.raises(ConfigError, match="DecodeOnly is no Prefiller, it lacks: prefill"):
+        Pair(decoder, decoder)  # type: ignore[arg-type]
+    del decoder.tokenizer, decoder.weights_hash
+    with pytest.raises(ConfigError, match="DecodeOnly is no Decoder, it lacks: tokenizer, weights_hash"):
+        Pair(tiny("torch"), decoder)
 
 
 def test_tolerance_follows_the_dtypes() -> None:
@@ -247,6 +264,16 @@ class Crashes(Wrapped):
         raise ZeroDivisionError("not an error of hetsplit")
 
 
+class GivesNothing(Wrapped):
+    def prefill(self, tokens: Sequence[int], span: range, *, chunk: int, stop: Event) -> Iterator[KvBlock]:
+        return iter(())
+
+
+class Asserts(Wrapped):
+    def step(self, rows: Sequence[Row]) -> StepResult:
+        raise AssertionError("a fact that is none")
+
+
 BREAKS: list[tuple[type[Wrapped], str, set[str]]] = [
     (InterleavedKeys, "prefiller", {"split equals alone", "keys and values agree"}),
     (SwappedSides, "prefiller", {"split equals alone", "keys and values agree"}),
@@ -254,6 +281,7 @@ BREAKS: list[tuple[type[Wrapped], str, set[str]]] = [
     (ChunksForget, "prefiller", {"chunks do not matter", "keys and values agree"}),
     (ReusedBuffer, "prefiller", {"chunks do not matter"}),
     (DeafToStop, "prefiller", {"stop ends a prefill"}),
+    (GivesNothing, "prefiller", {"prefill covers the span", "chunks do not matter", "stop ends a prefill"}),
     (AnyToken, "prefiller", {"a bad prefill is refused"}),
     (WholePromptEvenIfEmpty, "prefiller", {"an empty prefill yields nothing"}),
     (Leaks, "decoder", {"release gives room back"}),
@@ -268,6 +296,7 @@ BREAKS: list[tuple[type[Wrapped], str, set[str]]] = [
     (WritesEverywhere, "decoder", {"blocks arrive while rows decode"}),
     (BoundToItsThread, "prefiller", {"the wire changes nothing"}),
     (Crashes, "decoder", {"split equals alone", "a step that fails changes nothing"}),
+    (Asserts, "decoder", {"split equals alone", "a step that fails changes nothing"}),
 ]
 
 
@@ -284,6 +313,21 @@ def test_a_broken_engine_is_caught_by_name(
         if law.name in laws:
             with pytest.raises(Broken, match=rf"^{law.name} \(torch to torch\): "):
                 law(Pair(**sides))
+
+
+@pytest.mark.parametrize(
+    ("engine", "guess"),
+    [
+        (InterleavedKeys, "it looks as if rotary pairs were neighbours; the canonical order is half-split"),
+        (SwappedSides, "it looks as if keys and values were swapped"),
+    ],
+)
+def test_usual_faults_are_guessed(engine: type[Wrapped], guess: str, tiny: TinyEngines) -> None:
+    right = tiny("torch")
+    assert isinstance(right, TorchEngine)
+    (law,) = (law for law in LAWS if law.name == "keys and values agree")
+    with pytest.raises(Broken, match=rf"keys of layer 0: relative error .*, allowed 0.0001; {guess}$"):
+        law(Pair(engine(right), right))
 
 
 def test_check_names_every_law_that_is_broken(tiny: TinyEngines) -> None:
