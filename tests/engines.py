@@ -1,5 +1,6 @@
 """Every engine with one model, for tests that pair them; those whose library is missing here are skipped."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ def load_or_skip(name: str, path: Path, **options: Any) -> Engine:
     except ConfigError as error:
         pytest.skip(str(error))
     return load(path, **options)
+
+
+def site_of(module: Path, entry_points: str, folder: Path) -> Path:
+    """A folder for `sys.path` that holds `module` as an installed package would leave it there."""
+    package = folder / f"{module.stem}-0.1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module.stem}\nVersion: 0.1\n")
+    (package / "entry_points.txt").write_text(entry_points)
+    shutil.copy(module, folder)
+    return folder
 
 
 def without_vocabulary(writer: gguf.GGUFWriter) -> None:
