@@ -21,7 +21,7 @@ from hetsplit.engines.budget import KvBudget, physical_bytes
 from hetsplit.engines.checks import check_block, check_prefill, check_reserve, check_room, check_rows, check_span, own
 from hetsplit.errors import ConfigError, EngineError
 from hetsplit.kv import KvBlock, KvCache, KvStore
-from hetsplit.spec import DType, KvLayout
+from hetsplit.spec import DType, KvLayout, Rope
 from hetsplit.tokenizer import Tokenizer, load_tokenizer
 from hetsplit.weights import Checkpoint, locate, open_checkpoint
 
@@ -82,10 +82,11 @@ class OwnEngine:
         self.budget = KvBudget(physical_bytes() // 2)  # of all stores together
         self.weights: dict[str, Floats] = {name: value.float().numpy() for name, value in checkpoint.tensors()}
         known = {"embed", "norm", "head"} | {f"layers.{i}.{part}" for i in range(self.spec.n_layers) for part in LAYER}
-        windows = any(layer.window for layer in self.layout.layers)
-        if self.spec.architecture != "llama" or windows or self.weights.keys() - known:
+        rope = self.spec.rotary[0]
+        plain = self.spec.architecture == "llama" and not self.weights.keys() - known and not any(self.spec.windows)
+        if rope is None or set(self.spec.rotary) != {Rope(rope.inv_freq)} or not plain:
             raise ConfigError(f"{checkpoint.path}: the own engine computes plain Llama models only")
-        self.inv_freq = np.array(self.spec.inv_freq, np.float32)
+        self.inv_freq = np.array(rope.inv_freq, np.float32)
 
     def prefill(self, tokens: Sequence[int], span: range, *, chunk: int, stop: Event) -> Iterator[KvBlock]:
         check_prefill(self.spec, tokens, span, chunk)

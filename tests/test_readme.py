@@ -1,13 +1,19 @@
 """Every command and every line of Python in the README is run as it stands, but for ports and the model's place."""
 
+import os
 import re
 import shlex
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from hetsplit.conformance import LAWS
+from hetsplit.engines import installed
+from tests.engines import site_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -72,7 +78,8 @@ def test_the_readme_has_the_commands_that_these_tests_run():
     kinds = [" ".join(line.split()[:2]) for line in COMMANDS]
     assert kinds.count("hetsplit worker") == 2
     assert set(kinds) == {"pip install", "hetsplit worker", "hetsplit generate", "hetsplit engines"}
-    assert len(blocks("python")) == 1
+    assert len(blocks("python")) == 2
+    assert len(blocks("toml")) == 1
 
 
 def test_pip_install(tmp_path):
@@ -100,11 +107,39 @@ def test_engines(line, here, ports):
 
 
 def test_python(here, ports, workers):
-    (block,) = blocks("python")
+    block, _ = blocks("python")
     code = [sys.executable, "-c", typed(block, ports)]
     done = subprocess.run(code, cwd=here, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "physics" in done.stdout
+
+
+def test_write_an_engine(gguf_of, tmp_path, monkeypatch):
+    """The example is registered by the README's lines, and the README's test file passes with a tiny model."""
+    (lines,) = map(tomllib.loads, blocks("toml"))
+    _, test_file = blocks("python")
+    ((name, value),) = lines["project"]["entry-points"]["hetsplit.engines"].items()
+    site = site_of(ROOT / "examples" / "own_engine.py", f"[hetsplit.engines]\n{name} = {value}\n", tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{ROOT}")
+    (tmp_path / "model.gguf").symlink_to(gguf_of("llama82"))
+    (tmp_path / "test_own.py").write_text(test_file)
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "test_own.py"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert f"{3 * len(LAWS)} passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+def test_the_table_of_engines_and_its_extras():
+    rows = dict(re.findall(r"^\| `(\w+)`.*?\| `pip install (.*?)`", README, re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    ours = {name for name, point in installed().items() if point.value.startswith("hetsplit.")}
+    assert rows.keys() == ours
+    assert rows == {name: f"'.[{name}]'" if name in extras else "." for name in ours}
+
+
+def test_the_number_of_laws_and_pairs():
+    count = len({name for name, point in installed().items() if point.value.startswith("hetsplit.")})
+    assert f"{len(LAWS)} laws are tested for each of\n  the {count**2} ordered pairs" in README
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\((?!http)([^)#]+)\)", README))
