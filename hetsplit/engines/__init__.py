@@ -137,8 +137,10 @@ def load(
 
     `model`: a Hugging Face folder, a .gguf file or a repository id `org/name`. `engine`: `torch`, `transformers`,
     `llamacpp`, `mlx`, or one that another package registers. `device`: `auto` takes the best that is here. `dtype`:
-    `bfloat16` or `float32`; None means the checkpoint's own, where float16 is loaded as bfloat16, and float32 on a
-    device without bfloat16. `role`: `both`, `prefill` or `decode`, what the engine will be used for. `progress` hears
+    `bfloat16`, `float32` or `float16`, as far as the engine has it; None means the checkpoint's own, where float16 is
+    loaded as bfloat16, and float32 on a device without bfloat16. With the torch engine on a CPU `int8` and `int4` pack
+    weights for decode, and None packs those that a GGUF file stores in simple blocks. `role`: `both`, `prefill` or
+    `decode`, what the engine will be used for; of packed and plain weights one role keeps one. `progress` hears
     (tensors done, tensors in all).
 
     Raises `ConfigError` naming what cannot be used and what can.
