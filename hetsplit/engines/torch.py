@@ -11,7 +11,6 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from threading import Event
@@ -23,7 +22,7 @@ from torch import Tensor
 from hetsplit.engines import Row, StepResult
 from hetsplit.engines.budget import KvBudget
 from hetsplit.engines.checks import check_prefill, check_reserve, check_room, check_rows, check_span, own
-from hetsplit.engines.torch_device import checked_dtype, default_dtype, find_device, in_own_thread
+from hetsplit.engines.torch_device import checked_dtype, default_dtype, end_openmp_team, find_device
 from hetsplit.engines.torch_store import TorchStore, as_numpy, backend_errors, default_kv_bytes, to_numpy
 from hetsplit.errors import ConfigError
 from hetsplit.kv import KvBlock, KvStore
@@ -189,15 +188,15 @@ def load(
     loaded = []
     with backend_errors(f"the weights of {path.name} in {wanted} on {place}"):
         for done, form in enumerate(forms):
-            heard = None if progress is None else _share(progress, done, len(forms))
-            model_in_form = Model(checkpoint.spec, place, wanted, form)
-            loaded.append(in_own_thread(partial(model_in_form.load, checkpoint.weights(), heard)))
+            heard = _share(progress, done, len(forms))
+            loaded.append(Model(checkpoint.spec, place, wanted, form).load(checkpoint.weights(), heard))
     if len(loaded) > 1:
         plain, packed = (part.nbytes for part in loaded)
         log.info(
             f"{path.name}: weights are kept twice, {plain:,} bytes in {wanted} to prefill and {packed:,} bytes packed "
             "to decode; an engine for one role keeps one of them"
         )
+    end_openmp_team()
     _return_freed_memory()
     return TorchEngine(
         loaded[0],
@@ -215,9 +214,15 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
-def _share(progress: Callable[[int, int], None], done: int, parts: int) -> Callable[[int, int], None]:
-    """`progress` of part number `done` of several that are equally long."""
-    return lambda tensors, total: progress(done * total + tensors, parts * total)
+def _share(progress: Callable[[int, int], None] | None, done: int, parts: int) -> Callable[[int, int], None]:
+    """`progress` of part number `done` of several that are equally long; what a tensor took for a while goes back."""
+
+    def heard(tensors: int, total: int) -> None:
+        _return_freed_memory()
+        if progress is not None:
+            progress(done * total + tensors, parts * total)
+
+    return heard
 
 
 def _precision(dtype: DType | str | None, device: str, checkpoint: Checkpoint) -> tuple[DType, int | None]:

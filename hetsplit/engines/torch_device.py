@@ -3,10 +3,9 @@
 Knows neither models nor stores.
 """
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from threading import Thread
-from typing import TypeVar
+import ctypes
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -14,29 +13,21 @@ from hetsplit.errors import ConfigError
 from hetsplit.model import TORCH_DTYPE
 from hetsplit.spec import DType
 
-T = TypeVar("T")
 
+def end_openmp_team() -> None:
+    """End the threads that OpenMP keeps for the calling thread; its next parallel work makes new ones.
 
-def in_own_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread that ends with it, and give what it gives or raise what it raises.
-
-    OpenMP keeps a team of threads for each thread that ever computed, as long as that one lives, and as soon as there
-    are more of them than cores all of them sleep between operations: a decode step takes twice as long then. So what
-    is computed once, away from the thread that steps, is computed here.
+    OpenMP keeps a team for each thread that ever computed, as long as that one lives, and as soon as there are more
+    threads than cores all of them sleep between operations: a decode step takes twice as long then. So a thread that
+    loads weights, and may not be the one that steps, leaves none behind.
     """
-    outcome: Future[T] = Future()
+    for name in ("libgomp.so.1", "libiomp5.so", "libomp.dylib"):
+        library = Path(torch.__file__).parent / "lib" / name
+        if library.exists():
+            ctypes.CDLL(str(library)).omp_pause_resource_all(_SOFT)
 
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
 
-    thread = Thread(target=run, name="hetsplit-load", daemon=True)
-    thread.start()
-    found = outcome.result()
-    thread.join()
-    return found
+_SOFT = 1  # omp_pause_soft
 
 
 def find_device(name: str) -> str:

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from hetsplit.engines import Row, StepResult
 from hetsplit.engines.budget import KvBudget
 from hetsplit.engines.checks import check_prefill, check_reserve, check_room, check_rows, check_span, own
-from hetsplit.engines.torch_device import checked_dtype, default_dtype, find_device, in_own_thread
+from hetsplit.engines.torch_device import checked_dtype, default_dtype, end_openmp_team, find_device
 from hetsplit.engines.torch_store import TorchStore, backend_errors, default_kv_bytes, to_numpy
 from hetsplit.errors import ConfigError, brief
 from hetsplit.kv import KvBlock, KvStore
@@ -217,8 +217,9 @@ def load(
     held = wanted or default_dtype(checkpoint.stored_dtype, place)
     tokenizer = load_tokenizer(path)
     with backend_errors(f"the weights of {path.name} in {held} on {place}"):
-        module = in_own_thread(lambda: _module(path, held).to(place))
+        module = _module(path, held).to(place)
     _check_frequencies(path, module, checkpoint.spec)
+    end_openmp_team()
     if progress is not None:
         progress(1, 1)
     return TransformersEngine(
