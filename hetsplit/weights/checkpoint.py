@@ -159,10 +159,11 @@ def open_gguf(path: Path) -> StoredCheckpoint:
         raise ConfigError(f"{path}: {error}") from error
     shapes = tensor_shapes(spec)
     wanted = {name: gguf_name(name) for name in shapes}
-    present = _apart(path, file.tensors, gguf_fused(spec), {wanted[name]: shape for name, shape in shapes.items()})
-    account(path, present, wanted, shapes, GGUF_TYPES, GGUF_IGNORED)
     slim = replace(file, metadata={})  # who keeps a tensor's place keeps the file, and the vocabulary is large
-    stored = {name: (slim, present[wanted[name]]) for name in shapes}
+    places = {name: (slim, tensor) for name, tensor in file.tensors.items()}
+    places = _apart(path, places, gguf_fused(spec), {wanted[name]: shape for name, shape in shapes.items()})
+    account(path, _tensors(places), wanted, shapes, GGUF_TYPES, GGUF_IGNORED)
+    stored = {name: places[wanted[name]] for name in shapes}
     return StoredCheckpoint(path, spec, _main_dtype(stored), stored, interleaved=interleaved(spec.architecture))
 
 
@@ -178,37 +179,38 @@ def open_folder(path: Path) -> StoredCheckpoint:
     shapes = tensor_shapes(spec)
     wanted = {name: hf_name(name, spec) for name in shapes}
     spare = places.pop(hf_name("head", spec), None) if spec.tied_head else None
-    present = {name: tensor for name, (_, tensor) in places.items()}
-    files = {name: file for name, (file, _) in places.items()}
-    for whole, names in hf_fused(spec):
-        files |= dict.fromkeys(names, files[whole]) if whole in present else {}
-    present = _apart(path, present, hf_fused(spec), {wanted[name]: shape for name, shape in shapes.items()})
-    account(path, present, wanted, shapes, PLAIN_TYPES, HF_IGNORED)
-    stored = {name: (files[wanted[name]], present[wanted[name]]) for name in shapes}
+    places = _apart(path, places, hf_fused(spec), {wanted[name]: shape for name, shape in shapes.items()})
+    account(path, _tensors(places), wanted, shapes, PLAIN_TYPES, HF_IGNORED)
+    stored = {name: places[wanted[name]] for name in shapes}
     if spare:
         account(path, {spare[1].name: spare[1]}, {"embed": spare[1].name}, shapes, PLAIN_TYPES, HF_IGNORED)
     offset = spec.architecture in _OFFSET_NORMS
     return StoredCheckpoint(path, spec, _main_dtype(stored), stored, spare_head=spare, norm_offset=offset)
 
 
+def _tensors(places: Mapping[str, Place]) -> dict[str, StoredTensor]:
+    return {name: tensor for name, (_, tensor) in places.items()}
+
+
 def _apart(
     path: Path,
-    present: Mapping[str, StoredTensor],
+    places: Mapping[str, Place],
     fused: Iterable[tuple[str, list[str]]],
     shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, StoredTensor]:
-    """`present` with tensors that hold several matrices cut into these; `shapes` by stored name."""
-    found = dict(present)
+) -> dict[str, Place]:
+    """`places` with tensors that hold several matrices cut into these; `shapes` by stored name."""
+    found = dict(places)
     for whole, names in fused:
         if whole not in found or any(name in found for name in names if name != whole):
             continue
-        parts = parts_of(found.pop(whole), names, [shapes[name] for name in names])
+        file, tensor = found.pop(whole)
+        parts = parts_of(tensor, names, [shapes[name] for name in names])
         if parts is None:
             raise ConfigError(
-                f"{path}: tensor {whole} has shape {present[whole].shape}; the config says "
+                f"{path}: tensor {whole} has shape {tensor.shape}; the config says "
                 f"{' below '.join(str(shapes[name]) for name in names)}"
             )
-        found |= dict(zip(names, parts, strict=True))
+        found |= {name: (file, part) for name, part in zip(names, parts, strict=True)}
     return found
 
 

@@ -36,7 +36,7 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 
 
 def read_gguf(path: Path) -> TensorFile:
-    """Map a file and prove its header; Raises `ConfigError` naming the field.
+    """Map a file and prove its header. Raises `ConfigError` naming the field.
 
     `metadata` has plain values, lists, and `Strings`. Tensor shapes are row-major (the file's order reversed), types
     are ggml's names, offsets count from the file's start.

@@ -122,15 +122,14 @@ def hf_fused(spec: ModelSpec) -> Iterator[tuple[str, list[str]]]:
 
 def gguf_fused(spec: ModelSpec) -> Iterator[tuple[str, list[str]]]:
     """As `hf_fused`; experts lie one after the other, and Phi 3's `ffn_up` holds the gate as well."""
+    experts = range(spec.experts.count if spec.experts else 0)
     for index in range(spec.n_layers):
         layer = f"blk.{index}"
         yield f"{layer}.attn_qkv.weight", [f"{layer}.attn_{part}.weight" for part in "qkv"]
         if spec.architecture == "phi3":
             yield f"{layer}.ffn_up.weight", [f"{layer}.ffn_{part}.weight" for part in ("gate", "up")]
-        for part in MLP if spec.experts else ():
-            count = spec.experts.count if spec.experts else 0
-            names = [f"{layer}.ffn_{part}.{expert}.weight" for expert in range(count)]
-            yield f"{layer}.ffn_{part}_exps.weight", names
+        for part in MLP if experts else ():
+            yield f"{layer}.ffn_{part}_exps.weight", [f"{layer}.ffn_{part}.{expert}.weight" for expert in experts]
 
 
 def parts_of(
