@@ -93,9 +93,3 @@ def derived_head_dim(fields: Fields, width: int, heads: int) -> int:
     if width % heads:
         raise ConfigError(f"{fields.where}: no head width is given and width {width} is no multiple of {heads} heads")
     return width // heads
-
-
-def windows_of(window: int | None, context: int, sliding: Sequence[bool]) -> tuple[int | None, ...]:
-    """One entry per layer; a window of the whole context is none."""
-    seen = None if window is None or window >= context else window
-    return tuple(seen if slides else None for slides in sliding)

@@ -5,7 +5,7 @@ not supported. A family is one entry of `_FAMILIES`, and what its config says in
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from hetsplit.errors import ConfigError, brief
@@ -21,7 +21,6 @@ from hetsplit.spec_fields import (
     derived_head_dim,
     proven,
     token_ids,
-    windows_of,
 )
 
 _ACTIVATIONS: Final = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -33,7 +32,7 @@ class _Family:
 
     causal_lm: str
     architecture: str
-    silent: Mapping[str, Any] = field(default_factory=dict)
+    silent: Mapping[str, Any]
     biases: tuple[str, ...] = ()
     qk_norm: bool = False
     post_norms: bool = False
@@ -105,7 +104,8 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     context = fields.integer("max_position_embeddings", CONTEXT_MAX)
     n_layers = fields.integer("num_hidden_layers", LAYERS_MAX)
     sliding = _sliding(fields, n_layers)
-    window = fields.integer("sliding_window", CONTEXT_MAX) if any(sliding) else None
+    stated_window = fields.integer("sliding_window", CONTEXT_MAX) if any(sliding) else context
+    window = stated_window if stated_window < context else None  # one of the whole context is none
     ends = [(fields.where, fields.get("eos_token_id"))]
     if generation_config:
         ends.append(("generation_config.json", generation_config.get("eos_token_id")))
@@ -122,7 +122,7 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         context=context,
         tied_head=fields.flag("tie_word_embeddings"),
         rotary=_rotary(fields, head_dim, sliding),
-        windows=windows_of(window, context, sliding),
+        windows=tuple(window if slides else None for slides in sliding),
         bos_id=next(iter(token_ids([(fields.where, fields.get("bos_token_id"))], "bos_token_id", vocab)), None),
         eos_ids=token_ids(ends, "eos_token_id", vocab),
         attention_scale=fields.number("query_pre_attn_scalar", default=float(head_dim)) ** -0.5,

@@ -29,7 +29,7 @@ from hetsplit.engines.torch_store import TorchStore, backend_errors, default_kv_
 from hetsplit.errors import ConfigError, brief
 from hetsplit.kv import KvBlock, KvStore
 from hetsplit.model import TORCH_DTYPE, Segment
-from hetsplit.spec import DType, ModelSpec
+from hetsplit.spec import DType, ModelSpec, Rope
 from hetsplit.tokenizer import Tokenizer, load_tokenizer
 from hetsplit.weights import locate, open_checkpoint
 from hetsplit.weights.files import read_json
@@ -268,14 +268,15 @@ def _quiet() -> Iterator[None]:
 def _check_frequencies(path: Path, module: Any, spec: ModelSpec) -> None:
     """Prove that transformers rotates as the spec says. Raises `ConfigError`."""
     rotary = getattr(module.base_model, "rotary_emb", None)
-    found = getattr(rotary, "inv_freq", None)
-    for rope in {rope for rope in spec.rotary if rope is not None}:
-        expected = torch.tensor(rope.inv_freq)
-        if (
-            found is not None
-            and found.shape == expected.shape
-            and (found.float().cpu() - expected).abs().max() <= _FREQUENCY_ERROR
-            and math.isclose(getattr(rotary, "attention_scaling", 1.0), rope.scale, rel_tol=_FREQUENCY_ERROR)
-        ):
-            continue
+    if not all(_rotates(rotary, rope) for rope in set(spec.rotary) if rope is not None):
         raise ConfigError(f"{path}: transformers' rotary frequencies are not those of config.json as hetsplit reads it")
+
+
+def _rotates(rotary: Any, rope: Rope) -> bool:
+    found, expected = getattr(rotary, "inv_freq", None), torch.tensor(rope.inv_freq)
+    return (
+        found is not None
+        and found.shape == expected.shape
+        and bool((found.float().cpu() - expected).abs().max() <= _FREQUENCY_ERROR)
+        and math.isclose(getattr(rotary, "attention_scaling", 1.0), rope.scale, rel_tol=_FREQUENCY_ERROR)
+    )
