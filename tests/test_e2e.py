@@ -435,4 +435,4 @@ def test_loading_holds_one_tensor_more_than_the_model(dtype: str, large_folder: 
     largest = 8192 * 1024 * 4
     own = 48 << 20  # what threads, allocator and kernels of torch take, whatever the model
     assert 0.95 * parameters < found["kept"] < parameters + own, found
-    assert found["peak"] < 1.35 * parameters + largest, found
+    assert found["peak"] < parameters + own + 2 * largest, found  # a tensor as it is stored, and on its way
