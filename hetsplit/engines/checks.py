@@ -1,19 +1,45 @@
-"""What every engine refuses, in the same words: spans, rows, blocks and stores that it cannot serve.
+"""What every engine refuses, in the same words: models, spans, rows, blocks and stores that it cannot serve.
 
-Knows no backend. Errors are the caller's (`RequestError`) or, for what a worker never asks for, `EngineError`.
+Knows no backend. Errors are the caller's (`ConfigError`, `RequestError`) or, for what a worker never asks for,
+`EngineError`.
 """
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import TypeVar
 
 from hetsplit.engines import Row
-from hetsplit.errors import CapacityError, EngineError, RequestError
+from hetsplit.errors import CapacityError, ConfigError, EngineError, RequestError, brief
 from hetsplit.kv import KvBlock, KvStore
 from hetsplit.spec import DType, KvLayout, ModelSpec
 
 Store = TypeVar("Store", bound=KvStore)
 
 _READABLE = {dtype.value for dtype in DType}  # by name: bfloat16's own type takes a second to import
+
+
+def check_plain(spec: ModelSpec, path: Path, engine: str) -> None:
+    """For engines whose modules compute a plain Llama, biases aside. Raises `ConfigError` naming any other fact."""
+    for layer, rope in enumerate(spec.rotary):
+        if rope is None or rope != spec.rotary[0]:
+            what = "no rotary embedding" if rope is None else "another rotary embedding than layer 0"
+            raise ConfigError(f"{path}: layer {layer} has {what}; the {engine} engine supports one for all layers")
+    plain = replace(
+        spec,
+        windows=(None,) * spec.n_layers,
+        attention_scale=float(spec.head_dim) ** -0.5,
+        activation="silu",
+        qk_norm=False,
+        post_norms=False,
+        attention_cap=None,
+        logit_cap=None,
+        embed_scale=1.0,
+        experts=None,
+    )
+    for fact in (field.name for field in fields(spec)):
+        if (found := getattr(spec, fact)) != (allowed := getattr(plain, fact)):
+            raise ConfigError(f"{path}: {fact} is {brief(found)}; the {engine} engine supports {brief(allowed)}")
 
 
 def check_reserve(positions: int) -> None:

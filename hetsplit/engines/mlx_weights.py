@@ -19,6 +19,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import quantize
 
+from hetsplit.engines.checks import check_plain
 from hetsplit.engines.mlx_store import MLX_DTYPE
 from hetsplit.errors import ConfigError, brief
 from hetsplit.spec import DType, ModelSpec, Rope
@@ -89,13 +90,14 @@ def open_mlx(path: Path) -> Folder:
         if config.get(key):
             raise ConfigError(f"{path}: config.json: {key} is {brief(config[key])}; not supported (no code is run)")
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if family not in tuple(FAMILIES):
         raise ConfigError(
             f"{path}: config.json: model_type is {brief(family)}; the mlx engine supports: {', '.join(FAMILIES)}"
         )
     if config.get("quantization") is not None:
         return _open_quantised(path, family, config)
     checkpoint = open_folder(path)
+    check_plain(checkpoint.spec, path, "mlx")
     next(checkpoint.tensors())  # a tied model that ships another head is refused there
     stored = {hf_name(name, checkpoint.spec): place for name, place in checkpoint.stored.items()}
     return Folder(path, family, checkpoint.spec, checkpoint.stored_dtype, stored, checkpoint.fingerprint())
@@ -113,6 +115,7 @@ def _open_quantised(path: Path, family: str, config: dict[str, Any]) -> Folder:
         spec = spec_from_hf(plain, read_json(generation) if generation.exists() else None)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    check_plain(spec, path, "mlx")
     places = folder_places(path)
     quantised = _account(path, {name: tensor for name, (_, tensor) in places.items()}, spec, settings)
     stored = {name: place for name, place in places.items() if not HF_IGNORED.fullmatch(name)}
@@ -250,6 +253,8 @@ def _arguments(folder: Folder) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.context,
         "tie_word_embeddings": spec.tied_head,
+        "attention_bias": "q" in spec.biases,
+        "mlp_bias": "up" in spec.biases,
     }
 
 

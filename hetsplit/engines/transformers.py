@@ -17,13 +17,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils import logging
 
 from hetsplit.engines import Row, StepResult
 from hetsplit.engines.budget import KvBudget
-from hetsplit.engines.checks import check_prefill, check_reserve, check_room, check_rows, check_span, own
+from hetsplit.engines.checks import check_plain, check_prefill, check_reserve, check_room, check_rows, check_span, own
 from hetsplit.engines.torch_device import checked_dtype, default_dtype, end_openmp_team, find_device
 from hetsplit.engines.torch_store import TorchStore, backend_errors, default_kv_bytes, to_numpy
 from hetsplit.errors import ConfigError, brief
@@ -31,13 +31,15 @@ from hetsplit.kv import KvBlock, KvStore
 from hetsplit.model import TORCH_DTYPE, Segment
 from hetsplit.spec import DType, ModelSpec, Rope
 from hetsplit.tokenizer import Tokenizer, load_tokenizer
-from hetsplit.weights import locate, open_checkpoint
+from hetsplit.weights import Checkpoint, locate, open_checkpoint
 from hetsplit.weights.files import read_json
+from hetsplit.weights.names import hf_name
 
-MODEL_TYPES: Final = ("llama", "mistral")
-"""`model_type` of those whose modules rotate in half-split order and keep plain keys and values per layer."""
+MODEL_TYPES: Final = {"llama": LlamaForCausalLM, "mistral": MistralForCausalLM}
+"""transformers' module for a `model_type`: those that rotate in half-split order and keep plain keys and values."""
 
 _FREQUENCY_ERROR: Final = 1e-6
+_ROPE_FIELDS: Final = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 
 
 class _Enough(Exception):
@@ -204,20 +206,19 @@ def load(
     path = locate(model, progress=progress is not None)
     if not path.is_dir():
         raise ConfigError(f"{path}: the transformers engine reads Hugging Face folders, this is a file")
-    kind = read_json(path / "config.json").get("model_type")
-    if kind not in MODEL_TYPES:
+    config = read_json(path / "config.json")
+    kind = config.get("model_type")
+    if kind not in tuple(MODEL_TYPES):
         raise ConfigError(
             f"{path}: config.json: model_type is {brief(kind)}; the transformers engine knows the keys of: "
             f"{', '.join(MODEL_TYPES)}"
         )
     checkpoint = open_checkpoint(path)
-    next(checkpoint.tensors())  # a tied model that ships another head is refused there
-    if any(layer.window for layer in checkpoint.spec.layout(DType.FLOAT32).layers):
-        raise ConfigError(f"{path}: attention windows are not supported by the transformers engine")
+    check_plain(checkpoint.spec, path, "transformers")
     held = wanted or default_dtype(checkpoint.stored_dtype, place)
     tokenizer = load_tokenizer(path)
     with backend_errors(f"the weights of {path.name} in {held} on {place}"):
-        module = _module(path, held).to(place)
+        module = _module(MODEL_TYPES[kind], config, checkpoint, held).to(place)
     _check_frequencies(path, module, checkpoint.spec)
     end_openmp_team()
     if progress is not None:
@@ -232,21 +233,50 @@ def load(
     )
 
 
-def _module(path: Path, dtype: DType) -> Any:
-    """transformers' module; what it cannot load becomes a `ConfigError`, the original chained."""
+def _module(kind: Any, config: dict[str, Any], checkpoint: Checkpoint, dtype: DType) -> Any:
+    """transformers' module; what it cannot load becomes a `ConfigError`, the original chained.
+
+    Facts are those of `checkpoint`'s spec and tensors are those that it proved and hashes: transformers would obey
+    fields of config.json that nobody compares, and would look for files by rules of its own.
+    """
+    spec, held = checkpoint.spec, TORCH_DTYPE[dtype]
+    tensors = {hf_name(name, spec): tensor.to(held, copy=True) for name, tensor in checkpoint.tensors()}
     try:
         with _quiet():
-            module = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=TORCH_DTYPE[dtype],
+            module = kind.from_pretrained(
+                None,
+                config=kind.config_class(**_facts(spec, config)),
+                state_dict=tensors,
+                dtype=held,
                 attn_implementation="sdpa",
                 local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
             )
-            return module.eval()  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{path}: transformers cannot load it: {error}") from error
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise ConfigError(f"{checkpoint.path}: transformers cannot load it: {error}") from error
+    expected = module.state_dict().keys() - ({"lm_head.weight"} if spec.tied_head else set())
+    if differing := sorted(expected ^ tensors.keys()):
+        raise ConfigError(f"{checkpoint.path}: tensor {differing[0]}: {kind.__name__} and the spec differ about it")
+    return module.eval()
+
+
+def _facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
+    """transformers' names for the facts of a spec; its rope fields as the file spells them."""
+    return {
+        "hidden_size": spec.width,
+        "num_hidden_layers": spec.n_layers,
+        "intermediate_size": spec.intermediate,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": "q" in spec.biases,
+        "mlp_bias": "up" in spec.biases,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.context,
+        "tie_word_embeddings": spec.tied_head,
+        "sliding_window": None,
+    } | {name: config[name] for name in _ROPE_FIELDS if config.get(name) is not None}
 
 
 @contextmanager
