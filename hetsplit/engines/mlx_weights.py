@@ -158,8 +158,9 @@ def _packing(path: Path, tensor: StoredTensor, settings: Mapping[str, Any]) -> Q
     stated = general if own is True else own
     if (
         not isinstance(stated, dict)
-        or stated.get("bits") not in BITS
-        or stated.get("group_size") not in GROUP_SIZES
+        or not all(type(stated.get(key)) is int for key in ("bits", "group_size"))  # 4.0 is in BITS as well
+        or stated["bits"] not in BITS
+        or stated["group_size"] not in GROUP_SIZES
         or stated.get("mode", "affine") != "affine"
     ):
         raise ConfigError(
