@@ -7,7 +7,6 @@ is cut back to the length that its cache has, at the latest when it is used agai
 
 import ctypes
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -48,13 +47,16 @@ def _log(level: int, text: bytes, _: Any) -> None:
         _errors.append(text.decode(errors="replace").strip())
 
 
+llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))  # first of all: looking for devices talks as well
+
+
 class LlamaEngine:
     """A `Prefiller`, `Decoder` and `LocalPrefill`. `path`: a GGUF file of the model that `spec` describes.
 
     `cells`: token positions of all caches together; memory for them is taken at once. `weights_hash` and `tokenizer`
     are what peers compare; `source` is for people. `close()` frees the model and the context, as dropping the engine
-    does. Raises `ConfigError` for what llama.cpp or the blob's layout cannot serve, `CapacityError` where there is no
-    memory for the cells.
+    and its stores does. Raises `ConfigError` for what llama.cpp or the blob's layout cannot serve, `CapacityError`
+    where there is no memory for the cells.
     """
 
     name = "llamacpp"
@@ -83,14 +85,14 @@ class LlamaEngine:
             made.callback(llama_cpp.llama_free, context)
             self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
             made.callback(llama_cpp.llama_batch_free, self._batch)
-            self.close = weakref.finalize(self, made.pop_all().close)
-        self._cells = Cells(
-            context,
-            self.layout,
-            llama_cpp.llama_n_ctx(context),
-            interleaved=rope == llama_cpp.LLAMA_ROPE_TYPE_NORM,
-        )
-        self.budget = self._cells.budget
+            self._cells = Cells(
+                context,
+                self.layout,
+                llama_cpp.llama_n_ctx(context),
+                interleaved=rope == llama_cpp.LLAMA_ROPE_TYPE_NORM,
+                free=made.pop_all().close,
+            )
+        self.close, self.budget = self._cells.close, self._cells.budget
         self._detect(path)
 
     def _detect(self, path: Path) -> None:
@@ -222,7 +224,6 @@ def _said() -> str:
 
 
 def _open_model(path: Path, device: str, progress: Callable[[int, int], None] | None) -> Any:
-    llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     _errors.clear()
     settings = llama_cpp.llama_model_default_params()

@@ -48,7 +48,6 @@ class BlobLayout:
         Raises `EngineError` naming the field that is not what this module writes.
         """
         rows = tuple(layer.kv_heads * layer.head_dim for layer in layout.layers)
-        words = [np.frombuffer(blob[: 4 * (_HEAD_WORDS_MAX + 2)], "<i4").tolist() for _, blob in blobs]
         size = cls((), None, rows).size(positions)
         spare = {len(blob) - size for _, blob in blobs}
         if len(spare) != 1 or not 0 <= (head_bytes := spare.pop()) <= 4 * _HEAD_WORDS_MAX or head_bytes % 4:
@@ -57,6 +56,7 @@ class BlobLayout:
                 f"llama.cpp's state of {len(positions)} positions has {found} bytes, about {size:,} expected"
             )
         count = head_bytes // 4
+        words = [np.frombuffer(blob[:head_bytes], "<i4").tolist() for _, blob in blobs]
         ids = [i for i in range(count) if [word[i] for word in words] == [id for id, _ in blobs]]
         found_layout = cls(tuple(words[0][:count]), ids[0] if len(ids) == 1 else None, rows)
         for sequence, blob in blobs:

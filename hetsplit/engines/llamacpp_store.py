@@ -11,7 +11,7 @@ chunk goes into a sequence of its own, and its cells are then shared with the st
 import ctypes
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import llama_cpp
@@ -35,15 +35,25 @@ _Halves = NDArray[np.float16]
 
 
 class Cells:
-    """The cache of a context: which sequences are free, what is in them. `cells`: token positions of all together."""
+    """The cache of a context: which sequences are free, what is in them. `cells`: token positions of all together.
 
-    def __init__(self, context: Any, layout: KvLayout, cells: int, *, interleaved: bool) -> None:
+    `free` frees the context: at `close()`, or when the engine and its stores are all dropped. After that nothing works.
+    """
+
+    def __init__(
+        self, context: Any, layout: KvLayout, cells: int, *, interleaved: bool, free: Callable[[], object]
+    ) -> None:
+        self.close = weakref.finalize(self, free)
         self.context, self.layout, self.interleaved = context, layout, interleaved
         self.budget = KvBudget(cells * layout.span_bytes(1))
         self.memory = llama_cpp.llama_get_memory(context)
         self._free = list(range(MOVING))[::-1]
         self._released: deque[int] = deque()
         self.blob: BlobLayout | None = None
+
+    def check_open(self) -> None:
+        if not self.close.alive:
+            raise EngineError("a llama.cpp engine was used after it was closed")
 
     def take(self) -> int:
         """A sequence id whose sequence is empty. Raises `CapacityError`."""
@@ -58,6 +68,7 @@ class Cells:
 
     def reap(self) -> None:
         """Empty the sequences that were given back (engine thread)."""
+        self.check_open()
         while self._released:
             sequence = self._released.popleft()
             self.trim(sequence, 0)
@@ -74,6 +85,7 @@ class Cells:
 
     def dump_bytes(self, sequence: int, span: range, through: int = MOVING) -> NDArray[np.uint8]:
         """The blob of `span`, shared with the sequence `through` for as long as that takes."""
+        self.check_open()
         llama_cpp.llama_memory_seq_cp(self.memory, sequence, through, span.start, span.stop)
         try:
             size = llama_cpp.llama_state_seq_get_size(self.context, through)
@@ -137,6 +149,8 @@ class LlamaStore:
         number beyond float16, and after `seal` or `release`; `CapacityError` for positions that are not reserved.
         """
         self._check(block)
+        if not block.count:
+            return
         keys, values = self._converted(block, "keys", block.keys), self._converted(block, "values", block.values)
         self._staged[block.layer].append(KvBlock(block.layer, block.start, keys, values))
         self._reached[block.layer] = block.stop
