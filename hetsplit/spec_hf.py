@@ -28,11 +28,15 @@ _ACTIVATIONS: Final = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 @dataclass(frozen=True)
 class _Family:
-    """`causal_lm` is the class that a config names; `silent` holds what that class assumes."""
+    """`causal_lm` is the class that a config names; `silent` holds what that class assumes.
+
+    `reads`: the fields that this class reads and some other does not.
+    """
 
     causal_lm: str
     architecture: str
     silent: Mapping[str, Any]
+    reads: tuple[str, ...]
     biases: tuple[str, ...] = ()
     qk_norm: bool = False
     post_norms: bool = False
@@ -45,32 +49,73 @@ _GEMMA: Final = {
     **{"rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256},
     **{"query_pre_attn_scalar": 256, "num_key_value_heads": 4, "sliding_window": 4096},
 }
+_QWEN_READS: Final = ("hidden_act", "sliding_window", "use_sliding_window")
+_GEMMA_READS: Final = (
+    *("attention_bias", "final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar"),
+    "sliding_window",
+)
 _FAMILIES: Final = {
-    "llama": _Family("LlamaForCausalLM", "llama", _LLAMA),
-    "mistral": _Family("MistralForCausalLM", "llama", _LLAMA | {"num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen2": _Family("Qwen2ForCausalLM", "qwen2", _QWEN | {"max_window_layers": 28}, biases=("q", "k", "v")),
-    "qwen3": _Family("Qwen3ForCausalLM", "qwen3", _QWEN | {"head_dim": 128, "max_window_layers": 28}, qk_norm=True),
-    "phi3": _Family("Phi3ForCausalLM", "phi3", {"rms_norm_eps": 1e-5, "hidden_act": "silu"}),
+    "llama": _Family("LlamaForCausalLM", "llama", _LLAMA, reads=("attention_bias", "hidden_act", "mlp_bias")),
+    "mistral": _Family(
+        "MistralForCausalLM",
+        "llama",
+        _LLAMA | {"num_key_value_heads": 8, "sliding_window": 4096},
+        reads=("hidden_act", "sliding_window"),
+    ),
+    "qwen2": _Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        _QWEN | {"max_window_layers": 28},
+        reads=(*_QWEN_READS, "layer_types", "max_window_layers"),
+        biases=("q", "k", "v"),
+    ),
+    "qwen3": _Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        _QWEN | {"head_dim": 128, "max_window_layers": 28},
+        reads=(*_QWEN_READS, "attention_bias", "layer_types", "max_window_layers"),
+        qk_norm=True,
+    ),
+    "phi3": _Family(
+        "Phi3ForCausalLM",
+        "phi3",
+        {"rms_norm_eps": 1e-5, "hidden_act": "silu"},
+        reads=("hidden_act", "sliding_window"),
+    ),
     "smollm3": _Family(
         "SmolLM3ForCausalLM",
         "smollm3",
         _LLAMA
         | {"num_key_value_heads": 4, "default_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True}
         | {"use_sliding_window": False},
+        reads=(
+            *("attention_bias", "hidden_act", "layer_types", "mlp_bias", "no_rope_layer_interval", "no_rope_layers"),
+            *("sliding_window", "use_sliding_window"),
+        ),
     ),
     "gemma2": _Family(
         "Gemma2ForCausalLM",
         "gemma2",
         _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        reads=(*_GEMMA_READS, "attn_logit_softcapping"),
         post_norms=True,
         scaled_embedding=True,
     ),
-    "gemma3_text": _Family("Gemma3ForCausalLM", "gemma3", _GEMMA, qk_norm=True, post_norms=True, scaled_embedding=True),
+    "gemma3_text": _Family(
+        "Gemma3ForCausalLM",
+        "gemma3",
+        _GEMMA,
+        reads=(*_GEMMA_READS, "rope_local_base_freq", "sliding_window_pattern"),
+        qk_norm=True,
+        post_norms=True,
+        scaled_embedding=True,
+    ),
     "mixtral": _Family(
         "MixtralForCausalLM",
         "llama",
         {"rms_norm_eps": 1e-5, "hidden_act": "silu", "num_key_value_heads": 8, "default_theta": 1e6}
-        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        | {"num_experts": 8, "num_experts_per_tok": 2},
+        reads=("hidden_act", "num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"),
     ),
     "qwen3_moe": _Family(
         "Qwen3MoeForCausalLM",
@@ -78,9 +123,14 @@ _FAMILIES: Final = {
         _QWEN
         | {"num_key_value_heads": 4, "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts": 128}
         | {"num_experts_per_tok": 8},
+        reads=(
+            *(*_QWEN_READS, "attention_bias", "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size"),
+            *("norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts"),
+        ),
         qk_norm=True,
     ),
 }
+_SWITCHES: Final = frozenset(name for family in _FAMILIES.values() for name in family.reads)
 MODEL_TYPES: Final = tuple(_FAMILIES)
 """The values of `model_type` that are supported."""
 
@@ -94,8 +144,9 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     fields = Fields(config, "config.json")
     model_type = _model_type(fields)
     family = _FAMILIES[model_type]
-    fields = Fields({**family.silent, **config}, "config.json")
-    _refuse_variants(fields)
+    read = {name: value for name, value in config.items() if name in family.reads or name not in _SWITCHES}
+    _refuse_variants(Fields(read, "config.json"))
+    fields = Fields({**family.silent, **read}, "config.json")
     heads = fields.integer("num_attention_heads", HEADS_MAX)
     width = fields.integer("hidden_size")
     stated = fields.get("head_dim") is not None
@@ -154,6 +205,9 @@ def _refuse_variants(fields: Fields) -> None:
     for name in ("quantization_config", "compression_config"):
         if fields.get(name) is not None:
             raise ConfigError(f"config.json: {name}: quantized checkpoints are not supported, only float ones and GGUF")
+    experts = fields.get("num_local_experts")
+    if experts is not None and fields.get("num_experts") not in (None, experts):
+        raise fields.fault("num_experts", f"num_local_experts is {brief(experts)}")
 
 
 def _activation(fields: Fields) -> str:
@@ -203,10 +257,14 @@ def _sliding(fields: Fields, n_layers: int) -> tuple[bool, ...]:
         known = {"full_attention": False, "sliding_attention": True}
         if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in known for kind in kinds):
             raise fields.fault("layer_types", f"a list of {n_layers} is allowed, each one of: {', '.join(known)}")
+        if any(known[kind] for kind in kinds) and fields.values.get("use_sliding_window", True) is False:
+            raise fields.fault("layer_types", "only full_attention is allowed where use_sliding_window is false")
         return tuple(known[kind] for kind in kinds)
     if fields.get("sliding_window") is None or fields.values.get("use_sliding_window", True) is False:
         return (False,) * n_layers
     model_type = fields.get("model_type")
+    if model_type == "smollm3":
+        return tuple(not rotates for rotates in _rotated(fields, n_layers))
     if model_type == "gemma2":
         return tuple(layer % 2 == 0 for layer in range(n_layers))
     if model_type == "gemma3_text":
@@ -222,16 +280,19 @@ def _rotary(fields: Fields, head_dim: int, sliding: tuple[bool, ...]) -> tuple[R
         local, everywhere = _gemma3_ropes(fields, head_dim)
         return tuple(local if slides else everywhere for slides in sliding)
     rope = _rope(_rope_block(fields), fields, head_dim)
-    rotated = [True] * len(sliding)
-    if fields.get("no_rope_layers") is not None:
-        flags = fields.get("no_rope_layers")  # which do have it, whatever the name says
-        if not isinstance(flags, list) or len(flags) != len(sliding) or any(flag not in (0, 1) for flag in flags):
-            raise fields.fault("no_rope_layers", f"a list of {len(sliding)} is allowed, 1 for a layer with RoPE, or 0")
-        rotated = [bool(flag) for flag in flags]
-    elif fields.get("no_rope_layer_interval") is not None:
-        every = fields.integer("no_rope_layer_interval")
-        rotated = [(layer + 1) % every != 0 for layer in range(len(sliding))]
-    return tuple(rope if rotates else None for rotates in rotated)
+    return tuple(rope if rotates else None for rotates in _rotated(fields, len(sliding)))
+
+
+def _rotated(fields: Fields, n_layers: int) -> tuple[bool, ...]:
+    flags = fields.get("no_rope_layers")  # which do have it, whatever the name says
+    if flags is not None:
+        if not isinstance(flags, list) or len(flags) != n_layers or any(flag not in (0, 1) for flag in flags):
+            raise fields.fault("no_rope_layers", f"a list of {n_layers} is allowed, 1 for a layer with RoPE, or 0")
+        return tuple(bool(flag) for flag in flags)
+    if fields.get("no_rope_layer_interval") is None:
+        return (True,) * n_layers
+    every = fields.integer("no_rope_layer_interval")
+    return tuple((layer + 1) % every != 0 for layer in range(n_layers))
 
 
 def _gemma3_ropes(fields: Fields, head_dim: int) -> tuple[Rope, Rope]:

@@ -198,7 +198,7 @@ def canonical_weights(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def hf_logits(model: PreTrainedModel, ids: Sequence[int]) -> NDArray[np.float32]:
     """Float32 logits `[T, V]` after each of `ids`."""
-    found: NDArray[np.float32] = model(torch.tensor([list(ids)])).logits[0].float().numpy()
+    found: NDArray[np.float32] = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float().numpy()
     return found
 
 

@@ -1,11 +1,13 @@
 """Logits of every family and container agree with transformers: what only shows when a model is computed."""
 
+import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from hetsplit.engines import Row, load
+from hetsplit.errors import ConfigError
 from hetsplit.model import Model, Segment
 from hetsplit.spec import DType
 from hetsplit.weights import open_checkpoint
@@ -111,6 +114,67 @@ def test_a_gguf_is_the_same_model(name: str, device: str, family: Family, tmp_pa
     model = loaded(path, device)
     np.testing.assert_allclose(logits(model, P40), hf_logits(reference, P40), atol=1e-3, rtol=1e-4)
     assert replace(model.spec, context=0) == replace(open_checkpoint(folder).spec, context=0)
+
+
+# Fields that some class reads and another does not, each with a value that would change what is computed.
+SWITCHES: Mapping[str, Any] = {
+    "attention_bias": True,
+    "attn_logit_softcapping": 2.0,
+    "decoder_sparse_step": 2,
+    "final_logit_softcapping": 2.0,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "silu",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_window_layers": 1,
+    "mlp_bias": True,
+    "mlp_only_layers": [1],
+    "moe_intermediate_size": 64,
+    "no_rope_layer_interval": 2,
+    "no_rope_layers": [0, 1],
+    "norm_topk_prob": False,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "num_local_experts": 2,
+    "query_pre_attn_scalar": 1,
+    "rope_local_base_freq": 3.0,
+    "sliding_window": 5,
+    "sliding_window_pattern": 2,
+    "use_sliding_window": True,
+}
+PLAIN = ("llama-bias", "mistral-window", "qwen2", "qwen2-window", "qwen3", "phi3", "smollm3", "gemma2", "gemma3")
+PLAIN += ("mixtral", "qwen3-moe")
+
+
+SWITCHED = [{name: value} for name, value in SWITCHES.items()]
+SWITCHED += [
+    {"sliding_window": 5, "use_sliding_window": True},
+    {"sliding_window": 5, "use_sliding_window": True, "layer_types": SWITCHES["layer_types"]},
+    {"sliding_window": 5, "use_sliding_window": False, "layer_types": SWITCHES["layer_types"]},
+    {"sliding_window": 5, "use_sliding_window": True, "no_rope_layer_interval": 2},
+    {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 2},
+]
+
+
+@pytest.mark.parametrize("fields", SWITCHED, ids=lambda fields: "-".join(map(str, fields)))
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_field_counts_where_its_class_reads_it(
+    name: str, fields: dict[str, Any], device: str, tmp_path: Path
+) -> None:
+    """A field that another family has is refused, or does what transformers' class does with it: mostly nothing."""
+    reference = build(name, num_hidden_layers=2)
+    folder = save_folder(reference, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    silent = {key: value for key, value in config.items() if key not in ("layer_types", "no_rope_layers")}
+    (folder / "config.json").write_text(json.dumps(silent | fields))
+    try:
+        model = loaded(folder, device)
+    except ConfigError:
+        return
+    theirs, found = type(reference).from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True, dtype=torch.float32
+    )
+    assert not found["missing_keys"]
+    np.testing.assert_allclose(logits(model, P40), hf_logits(theirs, P40), atol=1e-3, rtol=1e-4)
 
 
 def test_a_qwen3_with_a_head_width_of_its_own(device: str, tmp_path: Path) -> None:

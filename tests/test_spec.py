@@ -120,7 +120,8 @@ def test_layers_of_a_kind_of_their_own() -> None:
     assert [rope.inv_freq[-1] for rope in three.rotary[4:6]] == pytest.approx([100**-0.992, 1e6**-0.992], rel=1e-2)
     smol = hf({"model_type": "smollm3", "architectures": None, "num_hidden_layers": 5})
     assert [rope is None for rope in smol.rotary] == [False, False, False, True, False]
-    assert hf({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}).windows == (None, 16)
+    assert hf(gemma | {"layer_types": ["full_attention", "sliding_attention"]}).windows == (None, 16)
+    assert hf({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}) == hf()
 
 
 # Rotary embedding.
@@ -245,6 +246,11 @@ def test_faulty_rope_blocks_are_refused(changes: dict[str, Any], words: str) -> 
 # Refusals.
 
 
+GEMMA2, MISTRAL, MIXTRAL, QWEN3_MOE, SMOLLM3 = (
+    {"model_type": name, "architectures": None} for name in ("gemma2", "mistral", "mixtral", "qwen3_moe", "smollm3")
+)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -255,15 +261,17 @@ def test_faulty_rope_blocks_are_refused(changes: dict[str, Any], words: str) -> 
         ({"attention_bias": "no"}, "attention_bias is 'no'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"sliding_window": 0}, "sliding_window is 0"),
-        ({"layer_types": ["full_attention"]}, "layer_types is ['full_attention']; a list of 2"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "sliding_attention"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
+        (GEMMA2 | {"layer_types": ["full_attention"]}, "layer_types is ['full_attention']; a list of 2"),
+        (GEMMA2 | {"layer_types": ["full_attention", "linear_attention"]}, "sliding_attention"),
+        (SMOLLM3 | {"layer_types": ["sliding_attention"] * 2}, "where use_sliding_window is false"),
+        (MIXTRAL | {"num_local_experts": 8, "num_experts": 4}, "num_experts is 4; num_local_experts is 8"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}}, "truncate is False"),
-        ({"no_rope_layers": [1]}, "no_rope_layers is [1]; a list of 2"),
-        ({"model_type": "qwen3_moe", "architectures": None, "mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
-        ({"model_type": "qwen3_moe", "architectures": None, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
-        ({"model_type": "qwen3_moe", "architectures": None, "num_experts": 4}, "num_experts_per_tok is 8"),
-        ({"model_type": "gemma2", "architectures": None, "use_bidirectional_attention": True}, "bidirectional"),
+        (SMOLLM3 | {"no_rope_layers": [1]}, "no_rope_layers is [1]; a list of 2"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        (QWEN3_MOE | {"num_experts": 4}, "num_experts_per_tok is 8"),
+        (GEMMA2 | {"use_bidirectional_attention": True}, "bidirectional"),
         ({"num_key_value_heads": 3}, "4 heads are no multiple of 3"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "width 32 is no multiple of 5"),
         ({"head_dim": 7}, "head width is 7"),
