@@ -166,7 +166,7 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(metavar="N", help="Show N likeliest alternatives per token.")] = None,
     mode: Annotated[Mode, typer.Option(help="auto splits where a prefill side is known.")] = Mode.AUTO,
     mixed_weights: Annotated[
-        bool, typer.Option("--mixed-weights", help="Allow one model in two precisions on the two sides.")
+        bool, typer.Option("--mixed-weights", help="Allow other weight files of one model on the two sides.")
     ] = False,
     chunk: Annotated[int | None, typer.Option(metavar="N", help="Tokens per prefill step; default 256.")] = None,
     tls_ca: CaOption = None,

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
@@ -268,6 +269,19 @@ def test_blocks_are_staged_once_the_store_is_computed_with(engine: Any) -> None:
     for block in sent:
         assert np.allclose(found[block.layer, 0, block.start : block.stop], block.keys, atol=1e-4)
     store.release()
+
+
+def test_a_release_while_a_block_is_settled_is_an_error_of_ours(engine: Any) -> None:
+    class Interrupted(deque[Any]):
+        def __bool__(self) -> bool:  # another thread comes between the question and the answer
+            store.release()
+            return True
+
+    block = next(iter(engine.prefill(P40, SPAN, chunk=40, stop=Event())))
+    store = engine.reserve(60)
+    store._staged = Interrupted([block])
+    with pytest.raises(EngineError, match="a released store was used"):
+        store.settle()
 
 
 # Numbers that a dtype cannot hold

@@ -88,7 +88,11 @@ class LocalPrefill(Protocol):
 
 
 class Engine(Prefiller, Decoder, LocalPrefill, Protocol):
-    """An engine for every role. One that serves a single role offers that role's part; workers check it."""
+    """An engine for every role. One that serves a single role offers that role's part; workers check it.
+
+    Optional: `source`, what was loaded, for people; `device`, such as "cuda:0", for people too, and because engines on
+    "cpu", the default, take turns on one thread of their process.
+    """
 
 
 class Loader(Protocol):

@@ -180,13 +180,14 @@ class LlamaStore:
         """Move at most one staged chunk into the context (engine thread); True when nothing is staged any more."""
         self.check_alive()
         self._cells.reap()
-        if all(self._staged):
-            stop = min(staged[0].stop for staged in self._staged)
+        layers = self._staged
+        if all(layers):
+            stop = min(staged[0].stop for staged in layers)
             span = range(self.held, stop)
-            parts = [self._next(staged, stop) for staged in self._staged]
+            parts = [self._next(staged, stop) for staged in layers]
             self._cells.join(self.sequence, span, [part.keys for part in parts], [part.values for part in parts])
             self.held = stop
-        return not any(self._staged)
+        return not any(layers)
 
     @staticmethod
     def _next(staged: deque[KvBlock], stop: int) -> KvBlock:
@@ -233,8 +234,7 @@ class LlamaStore:
 
     def release(self) -> None:
         """Any thread."""
-        for staged in self._staged:
-            staged.clear()
+        self._staged = tuple(deque() for _ in self.layout.layers)  # not emptied: `settle` may be reading it
         self._give_back()
 
 

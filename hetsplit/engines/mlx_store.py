@@ -169,13 +169,14 @@ class MlxStore:
 
     def settle(self) -> bool:
         """Move at most one staged block in (engine thread); True when nothing is staged any more."""
-        if self._staged:
-            block, dtype = self._staged.popleft(), MLX_DTYPE[self.layout.dtype]
+        staged = self._staged
+        if staged:
+            block, dtype = staged.popleft(), MLX_DTYPE[self.layout.dtype]
             layer = self._held()[block.layer]
             with backend_errors("copying a block into place"):
                 layer.put(block.start, *(mx.array(side).view(dtype) for side in (block.keys, block.values)))
                 mx.eval(layer.arrays)
-        return not self._staged
+        return not staged
 
     def seal(self, length: int) -> KvCache:
         """The cache of the first `length` positions, which the caller has filled."""
@@ -208,7 +209,7 @@ class MlxStore:
     def release(self) -> None:
         with self._lock:
             self._layers = self._views = None
-        self._staged.clear()
+        self._staged = deque()  # not emptied: `settle` may be reading it
         self._give_back()
 
 

@@ -103,14 +103,15 @@ class TorchStore:
 
     def settle(self) -> bool:
         """Move at most one staged block to the device (engine thread); True when nothing is staged any more."""
-        if self._staged:
-            block = self._staged.popleft()
+        staged = self._staged
+        if staged:
+            block = staged.popleft()
             with backend_errors("copying a block into place"):
                 for side, array in zip(self._held(), (block.keys, block.values), strict=True):
                     place = side[block.layer, :, block.start : block.stop]
                     tensor = torch.from_numpy(_raw_numpy(array)).view(place.dtype)
                     place.copy_(tensor.to(self._device).transpose(0, 1))
-        return not self._staged
+        return not staged
 
     def seal(self, length: int) -> KvCache:
         """The cache of the first `length` positions, which the caller has filled."""
@@ -137,7 +138,7 @@ class TorchStore:
     def release(self) -> None:
         self._memory = None
         self._raw = None
-        self._staged.clear()
+        self._staged = deque()  # not emptied: `settle` may be reading it
         self._give_back()
 
 
