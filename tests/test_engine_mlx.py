@@ -105,7 +105,6 @@ def test_it_has_all_three_protocols(engine: Any) -> None:
         ({"model_type": None}, "model_type is None; the mlx engine supports"),
         ({"model_file": "evil.py"}, r"model_file is 'evil.py'; not supported \(no code is run\)"),
         ({"quantization": {"bits": 4, "group_size": 32}}, "has a quantization, but no tensor of the folder is"),
-        ({"sliding_window": 8}, r"windows is \(8, 8\); the mlx engine supports \(None, None\)"),
     ],
     ids=lambda value: str(next(iter(value.items()))) if isinstance(value, dict) else "",
 )

@@ -20,10 +20,11 @@ from transformers import MistralConfig, MistralForCausalLM, logging
 
 import hetsplit.engines.transformers as module
 from hetsplit.engines import Decoder, LocalPrefill, Prefiller, Row, load
+from hetsplit.engines.checks import check_plain
 from hetsplit.engines.transformers import TransformersEngine
 from hetsplit.errors import CapacityError, ConfigError, EngineError
 from hetsplit.kv import KvBlock
-from hetsplit.spec import DType, Rope
+from hetsplit.spec import DType, Experts, Rope
 from tests.models import LLAMA3_ROPE, P40, build_llama, hf_logits, save_folder
 from tests.test_engine_torch import SPAN, content, prefilled
 
@@ -78,22 +79,21 @@ def test_a_family_whose_keys_are_not_known_is_refused(changed: Changed, kind: An
     assert f"model_type is {kind!r}; the transformers engine knows the keys of: llama, mistral" in str(caught.value)
 
 
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+
+
 @pytest.mark.parametrize("name", ["transformers", "mlx"])
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sliding_window": 32}, r"windows is (32, 32); the {} engine supports (None, None)"),
+        (MISTRAL | {"sliding_window": 32}, r"windows is (32, 32); the {} engine supports (None, None)"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "activation is 'gelu_tanh'; the {} engine supports 'silu'"),
-        ({"no_rope_layers": [1, 0]}, "layer 1 has no rotary embedding; the {} engine supports one for all"),
-        ({"query_pre_attn_scalar": 4}, "attention_scale is 0.5; the {} engine supports 0.25"),
-        ({"final_logit_softcapping": 2.0}, "logit_cap is 2.0; the {} engine supports None"),
-        ({"attn_logit_softcapping": 2.0}, "attention_cap is 2.0; the {} engine supports None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantized checkpoints"),
         ({"architectures": ["LlamaForTokens"]}, "architectures is ['LlamaForTokens']"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: list(value)[-1] if isinstance(value, dict) else "",
 )
 def test_facts_that_its_modules_do_not_compute_are_refused(
     changed: Changed, fields: Any, message: str, name: str
@@ -103,6 +103,28 @@ def test_facts_that_its_modules_do_not_compute_are_refused(
     with pytest.raises(ConfigError) as caught:
         load(changed(**fields), engine=name, device="cpu")
     assert message.format(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"qk_norm": True}, "qk_norm is True; the x engine supports False"),
+        ({"post_norms": True}, "post_norms is True; the x engine supports False"),
+        ({"attention_scale": 0.5}, "attention_scale is 0.5; the x engine supports 0.25"),
+        ({"logit_cap": 2.0}, "logit_cap is 2.0; the x engine supports None"),
+        ({"attention_cap": 2.0}, "attention_cap is 2.0; the x engine supports None"),
+        ({"embed_scale": 5.0}, "embed_scale is 5.0; the x engine supports 1.0"),
+        ({"experts": Experts(4, 2, 64, True)}, "experts is Experts("),
+        ({"rotary": (Rope((1.0,) * 8), None)}, "layer 1 has no rotary embedding; the x engine supports one for all"),
+        ({"rotary": (Rope((1.0,) * 8), Rope((2.0,) * 8))}, "layer 1 has another rotary embedding than layer 0"),
+    ],
+    ids=lambda value: list(value)[-1] if isinstance(value, dict) else "",
+)
+def test_a_plain_llama_is_told_from_all_others(engine: Any, facts: Any, message: str) -> None:
+    check_plain(replace(engine.spec, biases=("q", "k", "v", "o")), Path("m"), "x")
+    with pytest.raises(ConfigError) as caught:
+        check_plain(replace(engine.spec, **facts), Path("m"), "x")
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +197,9 @@ def test_biases_are_obeyed(tmp_path: Path) -> None:
     path = save_folder(model, tmp_path)
     np.testing.assert_allclose(last_logits(loaded(path)), hf_logits(model, P40)[-1], atol=1e-3)
     config = json.loads((path / "config.json").read_text())
-    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+    config |= MISTRAL | {"sliding_window": None}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="tensor model.layers.0.*bias: MistralForCausalLM and the spec differ"):
+    with pytest.raises(ConfigError, match="unexpected tensor 'model.layers.0.mlp.down_proj.bias'"):
         loaded(path)
 
 
