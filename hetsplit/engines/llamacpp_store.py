@@ -177,7 +177,7 @@ class LlamaStore:
         return halves.reshape(block.count, -1)
 
     def settle(self) -> bool:
-        """Move at most one staged chunk into the context (engine thread); True when nothing is staged any more."""
+        """Move at most one staged chunk into the context (engine thread); True when no other has all its layers."""
         self.check_alive()
         self._cells.reap()
         layers = self._staged
@@ -187,7 +187,7 @@ class LlamaStore:
             parts = [self._next(staged, stop) for staged in layers]
             self._cells.join(self.sequence, span, [part.keys for part in parts], [part.values for part in parts])
             self.held = stop
-        return not any(layers)
+        return not all(layers)
 
     @staticmethod
     def _next(staged: deque[KvBlock], stop: int) -> KvBlock:
