@@ -34,17 +34,28 @@ HEAD = 4 * len(BLOB.head)
 FIRST_LAYER = HEAD + 4 * (2 + 3 * len(PART) + 2)
 
 
-def test_a_blob_gives_back_what_was_written() -> None:
-    blob = written(7)
+TRANSPOSED = replace(BLOB, transposed=True)
+
+
+@pytest.mark.parametrize("layout", [BLOB, TRANSPOSED], ids=["rows", "transposed"])
+def test_a_blob_gives_back_what_was_written(layout: BlobLayout) -> None:
+    blob = written(7, layout)
     assert len(blob) == BLOB.size(PART)
-    for found, expected in zip(BLOB.parse(blob, PART, 7), (halves(1), halves(2)), strict=True):
+    for found, expected in zip(layout.parse(blob, PART, 7), (halves(1), halves(2)), strict=True):
         assert [one.tobytes() for one in found] == [one.tobytes() for one in expected]
 
 
-@pytest.mark.parametrize("layout", [BLOB, replace(BLOB, head=(), id_at=None), replace(BLOB, id_at=None)])
+def test_transposed_values_lie_element_by_element() -> None:
+    blob, (_, last) = written(7, TRANSPOSED), halves(2)
+    assert blob.endswith(last.T.tobytes()) and blob[: -last.nbytes].endswith(
+        bytes([1, 0, 0, 0, 2, 0, 0, 0, 6, 0, 0, 0])
+    )
+
+
+@pytest.mark.parametrize("layout", [BLOB, TRANSPOSED, replace(BLOB, head=(), id_at=None), replace(BLOB, id_at=None)])
 def test_a_layout_is_learnt_from_blobs(layout: BlobLayout) -> None:
     found = BlobLayout.detect([(id, written(id, layout)) for id in (4, 6)], LAYOUT, PART)
-    assert (found.id_at, found.rows) == (layout.id_at, layout.rows)
+    assert (found.id_at, found.rows, found.transposed) == (layout.id_at, layout.rows, layout.transposed)
     assert found.write(PART, 5, halves(1), halves(2)).tobytes() == written(5, layout)
 
 

@@ -81,7 +81,7 @@ class LlamaEngine:
             model = _open_model(path, device, progress)
             made.callback(llama_cpp.llama_model_free, model)
             rope = _checked_rope(model, spec, path)
-            context = _open_context(model, cells or _default_cells(spec, self.layout.span_bytes(1)))
+            context = _open_context(model, cells or _default_cells(spec, self.layout.span_bytes(1)), device)
             made.callback(llama_cpp.llama_free, context)
             self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
             made.callback(llama_cpp.llama_batch_free, self._batch)
@@ -238,14 +238,17 @@ def _open_model(path: Path, device: str, progress: Callable[[int, int], None] | 
     return model
 
 
-def _open_context(model: Any, cells: int) -> Any:
+def _open_context(model: Any, cells: int, device: str) -> Any:
     settings = llama_cpp.llama_context_default_params()
     settings.n_ctx = -(-cells // _CELLS_STEP) * _CELLS_STEP
     settings.n_batch = settings.n_ubatch = _BATCH
     settings.n_seq_max = SEQUENCES
     settings.n_threads = settings.n_threads_batch = _threads()
     settings.kv_unified = True
-    settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED  # values are then row-major, like keys
+    attention = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    if device == "cpu":  # where a step of one row then takes nearly twice as long
+        attention = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    settings.flash_attn_type = attention
     settings.type_k = settings.type_v = llama_cpp.GGML_TYPE_F16
     context = llama_cpp.llama_init_from_model(model, settings)
     if not context:
