@@ -31,7 +31,6 @@ from tests.models import (
     P40,
     ROPE_IDS,
     TIED_IDS,
-    build_llama,
     hf_logits,
     save_folder,
 )
@@ -94,25 +93,6 @@ def random_block(engine: TorchEngine, layer: int, start: int, count: int, dtype:
     shape = (count, engine.spec.kv_heads, engine.spec.head_dim)
     rng = np.random.default_rng(start + layer)
     return KvBlock(layer, start, *(rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(2)))
-
-
-@pytest.mark.parametrize("engine", ["torch", "transformers"])
-def test_loading_leaves_no_threads_behind(engine: str, tmp_path: Path) -> None:
-    """OpenMP's team of a thread that only loaded would slow down the one that decodes."""
-    code = (
-        "import os, sys, time, torch, hetsplit\n"
-        "import hetsplit.engines.transformers\n"
-        "count = lambda: len(os.listdir('/proc/self/task'))\n"
-        "before = count()\n"
-        f"engine = hetsplit.load(sys.argv[1], engine={engine!r}, device='cpu', dtype='bfloat16')\n"
-        "deadline = time.monotonic() + 5\n"
-        "while count() > before and time.monotonic() < deadline: time.sleep(0.01)\n"
-        "print(before, count())"
-    )
-    path = save_folder(build_llama(hidden_size=256, intermediate_size=1024), tmp_path)  # large enough for a team
-    run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=100)
-    before, after = map(int, run.stdout.split())
-    assert after == before
 
 
 def test_it_has_all_three_protocols(engine: TorchEngine, device: str) -> None:

@@ -23,6 +23,7 @@ from hetsplit.engines.budget import physical_bytes
 from hetsplit.engines.checks import check_prefill, check_reserve, check_room, check_rows, check_span, own
 from hetsplit.engines.llamacpp_blob import BlobLayout
 from hetsplit.engines.llamacpp_store import MOVING, SEQUENCES, Cells, LlamaStore
+from hetsplit.engines.openmp import end_openmp_team
 from hetsplit.errors import CapacityError, ConfigError, EngineError
 from hetsplit.kv import KvBlock, KvStore
 from hetsplit.spec import DType, ModelSpec
@@ -302,7 +303,7 @@ def load(
     checkpoint = open_checkpoint(path)
     if any(layer.window for layer in checkpoint.spec.layout(DType.FLOAT16).layers):
         raise ConfigError(f"{path}: attention windows are not supported by the llama.cpp engine")
-    return LlamaEngine(
+    engine = LlamaEngine(
         path,
         checkpoint.spec,
         device=place,
@@ -311,6 +312,8 @@ def load(
         source=path.name,
         progress=progress,
     )
+    end_openmp_team()
+    return engine
 
 
 def _device(name: str) -> str:

@@ -22,7 +22,8 @@ from torch import Tensor
 from hetsplit.engines import Row, StepResult
 from hetsplit.engines.budget import KvBudget
 from hetsplit.engines.checks import check_prefill, check_reserve, check_room, check_rows, check_span, own
-from hetsplit.engines.torch_device import checked_dtype, default_dtype, end_openmp_team, find_device
+from hetsplit.engines.openmp import end_openmp_team
+from hetsplit.engines.torch_device import checked_dtype, default_dtype, find_device
 from hetsplit.engines.torch_store import TorchStore, as_numpy, backend_errors, default_kv_bytes, to_numpy
 from hetsplit.errors import ConfigError
 from hetsplit.kv import KvBlock, KvStore

@@ -1,33 +1,15 @@
-"""Devices, dtypes and threads that torch computes with here, for the engines that it runs.
+"""Devices and dtypes that torch computes with here, for the engines that it runs.
 
 Knows neither models nor stores.
 """
 
-import ctypes
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from hetsplit.errors import ConfigError
 from hetsplit.model import TORCH_DTYPE
 from hetsplit.spec import DType
-
-
-def end_openmp_team() -> None:
-    """End the threads that OpenMP keeps for the calling thread; its next parallel work makes new ones.
-
-    OpenMP keeps a team for each thread that ever computed, as long as that one lives, and as soon as there are more
-    threads than cores all of them sleep between operations: a decode step takes twice as long then. So a thread that
-    loads weights, and may not be the one that steps, leaves none behind.
-    """
-    for name in ("libgomp.so.1", "libiomp5.so", "libomp.dylib"):
-        library = Path(torch.__file__).parent / "lib" / name
-        if library.exists():
-            ctypes.CDLL(str(library)).omp_pause_resource_all(_SOFT)
-
-
-_SOFT = 1  # omp_pause_soft
 
 
 def find_device(name: str) -> str:
