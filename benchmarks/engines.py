@@ -10,7 +10,6 @@ transformers is given the file's weights dequantised. Each round times all sides
 turn, and changes who goes first; a ratio over 1 means that ours takes less time.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -150,7 +149,7 @@ class Sides:
         return prefill_s, slices, next((i - 1 for i, (one, other) in enumerate(pairs) if one != other), NEW)
 
 
-def measure(deadline: float | None) -> tuple[dict[str, float], int, dict[str, Any]]:
+def measure(deadline: float | None) -> record.Measured:
     """Ratios are medians over pairs that were measured side by side: a shared machine changes speed by the second."""
     sides = Sides()
     tokens = [(37 * i + 5) % 49_000 + 100 for i in range(PROMPT + 1)]
@@ -185,14 +184,5 @@ def ratio(times: Sequence[dict[str, float]], name: str, over: str) -> float:
     return median(t[name] / t[over] for t in times)
 
 
-def main() -> None:
-    started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_options(parser)
-    options = parser.parse_args()
-    figures, rounds, notes = measure(started + record.QUICK_S if options.quick else None)
-    record.write(options, "engines", figures, rounds, notes)
-
-
 if __name__ == "__main__":
-    main()
+    record.main("engines", __doc__, measure)

@@ -6,11 +6,8 @@ difference. `--quick` takes 6 prompts.
 """
 
 import argparse
-import re
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pydoc_data.topics import topics
 
 import hetsplit
@@ -20,20 +17,6 @@ LONGEST, NEW = 1500, 64
 FRANCE = [504, 3575, 282, 4649, 314]  # "The capital of France is"
 FRANCE_IDS = [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33]
 """Greedy continuation computed with transformers 5.24.0 in float32."""
-
-
-@contextmanager
-def worker(*argv: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "hetsplit", "worker", str(record.smollm2()), "--dtype", "float32", *argv]
-    process = subprocess.Popen(
-        [*command, "--device", "cpu", "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield re.search(r"address=(\S+)", process.stdout.readline())[1]
-    finally:
-        process.terminate()
-        process.wait(10)
-        process.stdout.close()
 
 
 def prompts(count: int, encode) -> list[list[int]]:
@@ -51,8 +34,8 @@ def main() -> int:
     todo = prompts(6 if options.quick else 64, engine.tokenizer.encode)
     equal = 0
     with ExitStack() as stack:
-        prefill = stack.enter_context(worker("--role", "prefill"))
-        decode = stack.enter_context(worker("--role", "decode"))
+        prefill = stack.enter_context(record.worker("--dtype", "float32", "--role", "prefill"))
+        decode = stack.enter_context(record.worker("--dtype", "float32", "--role", "decode"))
         split = stack.enter_context(hetsplit.connect(prefill, decode, mode="split"))
         single = stack.enter_context(hetsplit.connect(None, engine))
         france = split.complete(FRANCE, max_tokens=len(FRANCE_IDS)).ids

