@@ -1,7 +1,7 @@
 """The torch engine against transformers and llama.cpp: one model (SmolLM2, Q4_1), one process, in turn.
 
-prefill  1,024 tokens; ours in bfloat16, chunks of 256, handing out blocks; transformers' in bfloat16, one forward pass
-         that computes one logit row (sdpa); llama.cpp's own
+prefill  1,024 tokens; ours in bfloat16, handing out blocks, in chunks of 256 and, beside, in one; transformers' in
+         bfloat16, one forward pass that computes one logit row (sdpa); llama.cpp's own
 decode   32 greedy tokens after that prompt, one sequence; ours from packed int4 weights, the file's own; transformers'
          from bfloat16, with the cache it makes by default; llama.cpp's from the file
 batch 8  steps of 8 such sequences; llama.cpp's through our engine, which gives it one batch of 8
@@ -34,9 +34,9 @@ class Batched:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def prefill(self, tokens: Sequence[int]) -> list[Any]:
+    def prefill(self, tokens: Sequence[int], chunk: int = CHUNK) -> list[Any]:
         span = range(0, len(tokens) - 1)
-        return list(self.engine.prefill(tokens, span, chunk=CHUNK, stop=Event()))
+        return list(self.engine.prefill(tokens, span, chunk=chunk, stop=Event()))
 
     def decoder(self, blocks: list[Any], rows: int = 1) -> Iterator[int]:
         """Send a token in, get the next greedy one (of the last sequence)."""
@@ -134,6 +134,7 @@ class Sides:
             prefill_s[name], cache = timed(lambda name=name: self.plain[name].prefill(tokens))
             decoders[name] = self.plain[name].decoder(cache)
             if name == "ours":
+                prefill_s["one_chunk"] = timed(lambda: self.batched["ours_batch8"].prefill(tokens, PROMPT))[0]
                 for other, side in self.batched.items():
                     decoders[other] = side.decoder(cache, BATCH)
         found = {name: [tokens[-1]] for name in decoders}
@@ -164,6 +165,7 @@ def measure(deadline: float | None) -> record.Measured:
         slices += decode_s
         round_s = time.monotonic() - started
     figures = {f"prefill_over_{name}": ratio(prefills, name, "ours") for name in ("llamacpp", "transformers")}
+    figures["one_chunk_over_transformers"] = ratio(prefills, "transformers", "one_chunk")
     figures |= {f"decode_over_{name}": ratio(slices, name, "ours") for name in ("llamacpp", "transformers")}
     figures["batch8_over_llamacpp1"] = BATCH * ratio(slices, "llamacpp", "ours_batch8")
     figures["llamacpp_batch8_over_llamacpp1"] = BATCH * ratio(slices, "llamacpp", "llamacpp_batch8")
