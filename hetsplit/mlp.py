@@ -28,7 +28,7 @@ class Mlp:
 
     def __call__(self, x: Tensor, activation: str) -> Tensor:
         """`x` `[T, E]` to `[T, E]`."""
-        return self.down(self.up(x).mul_(self.gate(x, activation)))
+        return self.down(self.up(x, factor=self.gate(x, activation)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hetsplit import matrix as module
 from hetsplit.errors import ConfigError
-from hetsplit.matrix import Dense, Matrix, OneDnn, Packed, check_packable, has_bfloat16_products, matrix
+from hetsplit.matrix import Biased, Dense, Matrix, OneDnn, Packed, check_packable, has_bfloat16_products, matrix
 from hetsplit.weights.blocks import BLOCK, STORED_AS_BLOCKS, Blocks, from_gguf, quantised
 
 Floats = NDArray[np.float32]
@@ -89,16 +89,19 @@ def test_packed_memory_is_near_the_blocks() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_form_activates_alike(dtype: torch.dtype, rows: int, activation: str) -> None:
+def test_every_form_finishes_alike(dtype: torch.dtype, scaled: bool, rows: int, activation: str) -> None:
     weight = torch.from_numpy(random(24, 64) / 8).to(dtype)
     x = torch.from_numpy(random(rows, 64, seed=4)).to(dtype)
-    expected = ACTIVATIONS[activation](x.double() @ weight.double().T)
-    forms: list[Matrix] = [Dense(weight), matrix(weight.clone())]
+    factor = torch.from_numpy(random(rows, 24, seed=5)).to(dtype) if scaled else None
+    expected = ACTIVATIONS[activation](x.double() @ weight.double().T) * (1 if factor is None else factor)
+    bias = torch.zeros(24, dtype=dtype)
+    forms: list[Matrix] = [Dense(weight), matrix(weight.clone()), Biased(Dense(weight), bias)]
     if dtype is torch.bfloat16 and has_bfloat16_products():
         forms.append(OneDnn.of(weight.clone()))
     for form in forms:
-        found = form(x.clone(), activation)
+        found = form(x.clone(), activation, factor)
         assert found.dtype is dtype
         torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02 if dtype is torch.bfloat16 else 1e-5)
 
