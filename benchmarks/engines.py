@@ -1,6 +1,6 @@
 """The torch engine against transformers and llama.cpp: one model (SmolLM2, Q4_1), one process, in turn.
 
-prefill  1,024 tokens; ours in bfloat16, handing out blocks, in chunks of 256 and, beside, in one; transformers' in
+prefill  1,024 tokens; ours in bfloat16, handing out blocks, in chunks of 512 and, beside, in one; transformers' in
          bfloat16, one forward pass that computes one logit row (sdpa); llama.cpp's own
 decode   32 greedy tokens after that prompt, one sequence; ours from packed int4 weights, the file's own; transformers'
          from bfloat16, with the cache it makes by default; llama.cpp's from the file
@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM, GgufConfig, logging
 import hetsplit
 from benchmarks import record
 from hetsplit.engines import Engine, Row
+from hetsplit.split import CHUNK
 
-PROMPT, CHUNK, NEW, SLICE, ROUNDS, BATCH = 1024, 256, 32, 4, 15, 8
+PROMPT, NEW, SLICE, ROUNDS, BATCH = 1024, 32, 4, 15, 8
 
 
 class Batched:
@@ -154,7 +155,7 @@ def measure(deadline: float | None) -> record.Measured:
     """Ratios are medians over pairs that were measured side by side: a shared machine changes speed by the second."""
     sides = Sides()
     tokens = [(37 * i + 5) % 49_000 + 100 for i in range(PROMPT + 1)]
-    sides.one_round(tokens[-CHUNK:], 0)  # warm-up
+    sides.one_round(tokens[-256:], 0)  # warm-up
     prefills: list[dict[str, float]] = []
     slices: list[dict[str, float]] = []
     round_s = 0.0

@@ -168,7 +168,7 @@ def generate(
     mixed_weights: Annotated[
         bool, typer.Option("--mixed-weights", help="Allow other weight files of one model on the two sides.")
     ] = False,
-    chunk: Annotated[int | None, typer.Option(metavar="N", help="Tokens per prefill step; default 256.")] = None,
+    chunk: Annotated[int | None, typer.Option(metavar="N", help="Tokens per prefill step; default 512.")] = None,
     tls_ca: CaOption = None,
     token_file: TokenOption = None,
     insecure: InsecureOption = False,

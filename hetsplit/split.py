@@ -40,7 +40,7 @@ from hetsplit.worker.service import describe
 log = logging.getLogger(__name__)
 
 MODES = ("auto", "split", "local")
-CHUNK = 256
+CHUNK = 512
 
 Side = Prefiller | Decoder | str
 Prompt = str | Sequence[int]
