@@ -85,7 +85,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class OneDnn:
-    """bfloat16 in oneDNN's own order, 1.3 times as fast; an activation or factor is applied while a tile is in cache."""
+    """bfloat16 in oneDNN's order, 1.3 times as fast; an activation or factor is applied while a tile is in cache."""
 
     weight: Tensor
 
