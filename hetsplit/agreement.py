@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hetsplit.engines import Decoder, LocalPrefill, Prefiller, Row
 from hetsplit.errors import ConfigError, RequestError
-from hetsplit.kv import KvBlock, KvCache, KvFill, KvStore, withheld_span
+from hetsplit.kv import KvBlock, KvCache, KvFill, KvStore, visible, withheld_span
 from hetsplit.tokenizer import Tokenizer
 from hetsplit.worker.service import check_identity, identity_of
 
@@ -124,7 +124,8 @@ class Reference:
             fill = KvFill(self._reserved(releasing), self.decoder.layout, self._span)
             blocks = []
             for block in prefiller.prefill(self._tokens, self._span, chunk=self._chunk, stop=Event()):
-                fill.put(block)
+                if (seen := visible(block, self.decoder.layout, withheld_span(self._span).start)).count:
+                    fill.put(seen)
                 blocks.append(block)
             while not fill.settle():
                 pass

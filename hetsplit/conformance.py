@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from hetsplit.engines import Decoder, LocalPrefill, Prefiller, Row
 from hetsplit.errors import CapacityError, ConfigError, HetsplitError
-from hetsplit.kv import KvBlock, KvCache, KvFill, KvStore, prefill_span
+from hetsplit.kv import KvBlock, KvCache, KvFill, KvStore, prefill_span, visible, withheld_span
 from hetsplit.spec import DType
 from hetsplit.split import connect
 
@@ -131,7 +131,7 @@ class Pair:
             length = len(self.span) if length is None else length
             for block in self.blocks():
                 if block.start < length:
-                    store.write(block.part(block.start, length))
+                    store.write(visible(block.part(block.start, length), self.decoder.layout, length))
             settled(store)
             yield store.seal(length)
 
@@ -411,8 +411,9 @@ def a_short_fill_is_no_cache(pair: Pair) -> None:
     with pair.store() as store:
         fill = KvFill(store, pair.decoder.layout, pair.span)
         for block in blocks:
-            if block.layer != last:
-                fill.put(block)
+            seen = visible(block, pair.decoder.layout, withheld_span(pair.span).start)
+            if block.layer != last and seen.count:
+                fill.put(seen)
         _refused("a fill without its last layer", fill.finish)
         _refused("a block that came already", lambda: fill.put(blocks[0]))
 

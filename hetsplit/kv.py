@@ -3,18 +3,19 @@
 Owns `KvBlock` (the canonical form: token-major, keys after RoPE in half-split order), coverage accounting, and the
 passage from `KvFill` (write-only) to `KvCache` (decodable). Knows neither engines nor wires.
 
-Invariants: within a layer, spans are gap-free and in order; a `KvCache` exists only for positions that were all
-written; the last `WITHHELD` positions of a fill never reach its store, since decode computes them itself.
+Invariants: within a layer, spans are gap-free and in order, from the first position that decode can still see; a
+`KvCache` exists only for positions that were all written; the last `WITHHELD` positions of a fill never reach its
+store, since decode computes them itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from hetsplit.errors import LocalProtocolError
-from hetsplit.spec import KvLayout
+from hetsplit.spec import KvLayer, KvLayout
 
 WITHHELD = 3
 
@@ -52,8 +53,17 @@ class KvBlock:
         return KvBlock(self.layer, self.start + lo, self.keys[lo:hi], self.values[lo:hi])
 
 
+def visible(block: KvBlock, layout: KvLayout, position: int) -> KvBlock:
+    """The block's share that the token at `position` sees, or a later one; of no positions where it sees none."""
+    return block.part(layout.layers[block.layer].seen_from(position), block.stop)
+
+
 class KvStore(Protocol):
-    """An engine's own memory for one fill, reserved up front for a number of positions."""
+    """An engine's own memory for one fill, reserved up front for a number of positions.
+
+    A layer with a window keeps no more than `KvLayer.capacity`: its first block may begin where the token that is
+    computed next begins to see, and what `read` yields of it begins at the first position that is kept.
+    """
 
     @property
     def positions(self) -> int: ...
@@ -94,11 +104,15 @@ class KvCache:
 
 
 class Coverage:
-    """Which positions of a span each layer has seen: any order between layers, gap-free within one."""
+    """Which positions of a span each layer has seen: any order between layers, gap-free within one.
 
-    def __init__(self, layers: int, span: range) -> None:
+    A layer with a window begins at the first position that decode sees, the withheld ones computed again.
+    """
+
+    def __init__(self, layers: Sequence[KvLayer], span: range) -> None:
         self.span = span
-        self.reached = [span.start] * layers
+        decoded = withheld_span(span).start
+        self.reached = [max(span.start, layer.seen_from(decoded)) for layer in layers]
 
     def fault(self, layer: int, start: int, count: int) -> str | None:
         """Why this block may not come next; None when it may."""
@@ -132,7 +146,7 @@ class KvFill:
     def __init__(self, store: KvStore, layout: KvLayout, span: range) -> None:
         self.store = store
         self.span = span
-        self.coverage = Coverage(len(layout.layers), span)
+        self.coverage = Coverage(layout.layers, span)
         self.tail: list[KvBlock] = []
         self._kept = withheld_span(span).start
 

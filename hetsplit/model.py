@@ -48,14 +48,23 @@ _FUSED = {"qkv": ("q", "k", "v"), "qk_norm": ("q_norm", "k_norm")}
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """`count` consecutive tokens of one sequence, and the memory of its `keys` and `values`, each `[L, G, C, D]`.
-
-    Of the `C` positions in memory those below `start` are filled; the forward pass fills `[start, start + count)`.
-    """
+class Memory:
+    """Keys and values of the layers that share a window, each `[L, G, C, D]`, of positions `[first, first + C)`."""
 
     keys: Tensor
     values: Tensor
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`count` consecutive tokens of one sequence, and its memory for each window of the model.
+
+    Of the positions in memory those that are seen and lie below `start` are filled; the forward pass fills
+    `[start, start + count)`.
+    """
+
+    memory: Mapping[int | None, Memory]
     start: int
     count: int
 
@@ -79,6 +88,7 @@ class Model:
     def __init__(self, spec: ModelSpec, device: str, dtype: DType, packed_bits: int | None = None) -> None:
         self.spec, self.device, self.dtype, self.packed_bits = spec, torch.device(device), dtype, packed_bits
         self.ropes = [rope for rope in dict.fromkeys(spec.rotary) if rope is not None]
+        self.place_of = places_of(spec.windows)
         self.rope_of = [None if rope is None else self.ropes.index(rope) for rope in spec.rotary]
         self.inv_freq = [torch.tensor(rope.inv_freq, dtype=torch.float32, device=self.device) for rope in self.ropes]
         self.eps = torch.tensor(spec.norm_eps, dtype=torch.float32, device=self.device)
@@ -197,15 +207,15 @@ class Model:
         """
         ropes = [self._rope(*rope, segments) for rope in zip(self.ropes, self.inv_freq, strict=True)]
         views = {window: [_Window.of(segment, window) for segment in segments] for window in set(self.spec.windows)}
-        for i, layer in enumerate(self.layers):
+        for i, (layer, at) in enumerate(zip(self.layers, self.place_of, strict=True)):
             windows, rope = views[self.spec.windows[i]], self.rope_of[i]
             projected = self._project(layer, x, None if rope is None else ropes[rope])
             q, k, v = (_parts(tensor, segments) for tensor in projected)
             for window, new_k, new_v in zip(windows, k, v, strict=True):
-                window.new_keys[i].copy_(new_k)
-                window.new_values[i].copy_(new_v)
+                window.new_keys[at].copy_(new_k)
+                window.new_values[at].copy_(new_v)
             yield i
-            heads = [window.attend(i, part, self.spec) for window, part in zip(windows, q, strict=True)]
+            heads = [window.attend(at, part, self.spec) for window, part in zip(windows, q, strict=True)]
             x += self._added(layer.o(heads[0] if len(heads) == 1 else torch.cat(heads)), layer.attn_post_norm)
             normed = self._rms_norm(x, layer.mlp_norm)
             x += self._added(layer.mlp(normed, self.spec.activation), layer.mlp_post_norm)
@@ -259,7 +269,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A segment's memory, per layer: where new keys and values go, and what attention sees, `[1, G, positions, D]`."""
+    """A segment's memory, per layer of one window: where new keys and values go, and what attention sees.
+
+    All are `[1, G, positions, D]`.
+    """
 
     new_keys: Sequence[Tensor]
     new_values: Sequence[Tensor]
@@ -275,17 +288,18 @@ class _Window:
         start, stop, count = segment.start, segment.stop, segment.count
         first = 0 if window is None else max(0, start + 1 - window)  # what the first of the new tokens sees
         cut = window is not None and count > window - (start - first)
-        keys, values = segment.keys[:, None], segment.values[:, None]  # [L, 1, G, C, D]
+        memory = segment.memory[window]
+        keys, values = memory.keys[:, None], memory.values[:, None]  # [L, 1, G, C, D]
         mask = None
         if count > 1 and (start > first or cut):
             mask = keys.new_full((count, stop - first), float("-inf")).triu_(start - first + 1)
             if window is not None:
                 mask += torch.full_like(mask, float("-inf")).tril_(start - first - window)
         return cls(
-            new_keys=keys[..., start:stop, :].unbind(),
-            new_values=values[..., start:stop, :].unbind(),
-            keys=keys[..., first:stop, :].unbind(),
-            values=values[..., first:stop, :].unbind(),
+            new_keys=keys[..., start - memory.first : stop - memory.first, :].unbind(),
+            new_values=values[..., start - memory.first : stop - memory.first, :].unbind(),
+            keys=keys[..., first - memory.first : stop - memory.first, :].unbind(),
+            values=values[..., first - memory.first : stop - memory.first, :].unbind(),
             mask=mask,
             causal=mask is None and count > 1,
             # CUDA's fused kernels take a mask or grouped heads, not both; MPS wants whole tensors.
@@ -325,6 +339,11 @@ class _Window:
             scores += torch.full_like(scores[0, 0], float("-inf")).triu_(1)
         out = scores.softmax(dim=-1).to(values.dtype) @ values[0, :, None]
         return out.permute(2, 0, 1, 3).reshape(q.shape[2], -1)
+
+
+def places_of(windows: Sequence[int | None]) -> tuple[int, ...]:
+    """For each layer its place among those that have the same window."""
+    return tuple(windows[:i].count(window) for i, window in enumerate(windows))
 
 
 def _capped(x: Tensor, cap: float) -> Tensor:

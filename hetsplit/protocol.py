@@ -215,7 +215,7 @@ class Sender(_Transfer):
 
     def __init__(self, transfer_id: str, span: range, layout: KvLayout) -> None:
         super().__init__(transfer_id, span, layout)
-        self._coverage = Coverage(len(layout.layers), span)
+        self._coverage = Coverage(layout.layers, span)
         self._room = [(MESSAGE_BYTES - HEADER_BYTES) // layout.position_bytes(i) for i in range(len(layout.layers))]
         if 0 in self._room:
             layer = self._room.index(0)

@@ -7,7 +7,7 @@ that describe one model give equal specs, whatever their spelling.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -35,6 +35,10 @@ class DType(StrEnum):
         return 4 if self is DType.FLOAT32 else 2
 
 
+AT_ONCE: Final = 512
+"""Tokens that one forward pass appends at most to a layer with a window, where not all of its positions are kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayer:
     """Shape of one layer's cache: keys and values are each `[T, G, D]`; a window limits what attention sees."""
@@ -47,6 +51,14 @@ class KvLayer:
     def position_elements(self) -> int:
         """Elements of keys and values together for one token position."""
         return 2 * self.kv_heads * self.head_dim
+
+    def seen_from(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+    def capacity(self, positions: int) -> int:
+        """Positions that memory for `positions` holds at once: of a window's, those that are seen and `AT_ONCE` new."""
+        return positions if self.window is None else min(positions, self.window - 1 + AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +73,8 @@ class KvLayout:
         return self.layers[layer].position_elements * self.dtype.size
 
     def span_bytes(self, positions: int) -> int:
-        """Bytes of `positions` positions over all layers."""
-        return positions * sum(self.position_bytes(i) for i in range(len(self.layers)))
+        """Bytes that memory for `positions` positions takes, over all layers."""
+        return sum(layer.capacity(positions) * self.position_bytes(i) for i, layer in enumerate(self.layers))
 
 
 @dataclass(frozen=True, slots=True)

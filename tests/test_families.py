@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3Fo
 
 from hetsplit.engines import Row, load
 from hetsplit.errors import ConfigError
-from hetsplit.model import Model, Segment
+from hetsplit.model import Memory, Model, Segment
 from hetsplit.spec import DType
 from hetsplit.weights import open_checkpoint
 from tests.families import FAMILIES, GGUF_ARCHITECTURES, build, save_family_gguf
@@ -36,9 +36,11 @@ def logits(model: Model, tokens: Sequence[int]) -> NDArray[np.float32]:
     """`[T, V]` of a prompt computed in one go."""
     spec = model.spec
     shape = (spec.n_layers, spec.kv_heads, len(tokens), spec.head_dim)
-    keys, values = torch.zeros(shape, device=model.device), torch.zeros(shape, device=model.device)
+    memory = {
+        window: Memory(*(torch.zeros(shape, device=model.device) for _ in range(2))) for window in set(spec.windows)
+    }
     x = model.embedded(tokens)
-    for _ in model.forward(x, [Segment(keys, values, 0, len(tokens))]):
+    for _ in model.forward(x, [Segment(memory, 0, len(tokens))]):
         pass
     found: NDArray[np.float32] = model.logits(x).cpu().numpy()
     return found

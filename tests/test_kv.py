@@ -8,6 +8,7 @@ import pytest
 
 from hetsplit.errors import LocalProtocolError
 from hetsplit.kv import WITHHELD, Coverage, KvBlock, KvFill, prefill_span, withheld_span
+from hetsplit.spec import KvLayer
 from tests.toy import LAYERS, ToyEngine, ToyStore
 
 LENGTHS = [*range(1, 10), 40]
@@ -112,14 +113,14 @@ BAD_BLOCKS = [
 
 @pytest.mark.parametrize(("layer", "start", "count", "why"), BAD_BLOCKS)
 def test_coverage_names_what_is_wrong(layer: int, start: int, count: int, why: str) -> None:
-    coverage = Coverage(LAYERS, range(8))
+    coverage = Coverage([KvLayer(1, 2)] * LAYERS, range(8))
     coverage.advance(1, 4)
     coverage.advance(2, 8)
     assert why in (coverage.fault(layer, start, count) or "")
 
 
 def test_coverage_starts_where_its_span_does() -> None:
-    coverage = Coverage(1, range(5, 7))
+    coverage = Coverage([KvLayer(1, 2)], range(5, 7))
     assert coverage.fault(0, 5, 2) is None
     assert "expected 5" in (coverage.fault(0, 0, 2) or "")
     assert coverage.missing() == "layer 0 ends at position 5, expected 7"

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from hetsplit.errors import ConfigError
-from hetsplit.model import TORCH_DTYPE, Model, Segment, _Window
+from hetsplit.model import TORCH_DTYPE, Memory, Model, Segment, _Window
 from hetsplit.spec import DType, ModelSpec
 from hetsplit.spec_hf import spec_from_hf
 from tests.models import BUILDERS, LLAMA_IDS, P40, canonical_weights, hf_greedy, hf_logits
@@ -45,7 +45,7 @@ def run(model: Model, tokens: list[int], counts: list[int] | None = None) -> NDA
     at, found = 0, []
     for count in counts or [len(tokens)]:
         x = model.embedded(tokens[at : at + count])
-        for _ in model.forward(x, [Segment(keys, values, at, count)]):
+        for _ in model.forward(x, [Segment({None: Memory(keys, values)}, at, count)]):
             pass
         found.append(model.logits(x).float().cpu().numpy())
         at += count
@@ -103,7 +103,7 @@ def test_a_yield_comes_before_its_layers_attention(ours: Callable[..., Model]) -
     model = ours("llama")
     keys, values = memory(model, 40)
     x = model.embedded(P40)
-    layers = model.forward(x, [Segment(keys, values, 0, 40)])
+    layers = model.forward(x, [Segment({None: Memory(keys, values)}, 0, 40)])
     assert next(layers) == 0
     assert torch.equal(x, model.embedded(P40))
     assert not keys[0].isnan().any() and not values[0].isnan().any()
@@ -119,7 +119,7 @@ def test_segments_of_unequal_length_do_not_meet(ours: Callable[..., Model]) -> N
     alone = [run(model, prompt)[-1] for prompt in prompts]
     memories = [memory(model, 40) for _ in prompts]
     x = model.embedded([token for prompt in prompts for token in prompt])
-    segments = [Segment(*held, 0, len(prompt)) for held, prompt in zip(memories, prompts, strict=True)]
+    segments = [Segment({None: Memory(*held)}, 0, len(prompt)) for held, prompt in zip(memories, prompts, strict=True)]
     for _ in model.forward(x, segments):
         pass
     together = model.logits(x).cpu().numpy()[[22, 23, 34]]
@@ -205,7 +205,7 @@ def test_inverse_frequencies_are_taken_from_the_spec(ours: Callable[..., Model],
 def test_expanded_heads_attend_like_grouped_ones(start: int, count: int) -> None:
     """What runs on a GPU whose kernels take a mask or grouped heads, but not both."""
     torch.manual_seed(0)
-    segment = Segment(torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8), start, count)
+    segment = Segment({None: Memory(torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8))}, start, count)
     spec = toy_spec(head_dim=8, attention_scale=8**-0.5)
     window = _Window.of(segment, None)
     q = torch.randn(count, 8, 8).transpose(0, 1)[None]

@@ -465,7 +465,7 @@ def test_progress_says_how_much_is_computed(source: PrefillSource, engine: ToyEn
     item = task()
     stream = map(frames.decode, transfer(source, item, Sender("t", item.span, engine.layout), 0.02))
     for layer in (0, 1, 2, 0):
-        item.stage(engine.block(layer, 4 if layer == 0 and item.layer_positions else 0, P40[:4]))
+        item.stage(engine.block(layer, 4 if layer == 0 and item.layer_positions else 0, P40[:4]), engine.layout)
     assert [type(m) for batch in (next(stream), next(stream)) for m in batch] == [Begin] + [BlockFrame] * 4
     assert next(stream) == [Progress(0, 5)]  # by sixteen positions of three layers
     source.cancel(item)

@@ -113,6 +113,7 @@ class TorchEngine:
     ) -> Iterator[tuple[int, range]]:
         """Fill `store`; yields a layer and a chunk's positions when they are in place, before the layer's attention."""
         with backend_errors(f"computing positions [{span.start}, {span.stop})"):
+            chunk = min(chunk, store.at_once)
             for start in range(span.start, span.stop, chunk):
                 if stop.is_set():
                     return

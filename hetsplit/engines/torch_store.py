@@ -1,13 +1,16 @@
 """Keys and values in torch's memory: one store per sequence, and the canonical form's border.
 
 Owns the layout, `[L, G, capacity, D]` for keys and for values, so that grouped-query attention reads each head as one
-contiguous run. Knows nothing of the forward pass. Invariants: memory is reserved when a store is made and
-counted until it is released; another thread than the engine's calls `write` only, which runs no torch operation.
+contiguous run. Layers that share a window have memory of their own, which moves on with it: its first position is that
+of the first block, or 0, and what is seen no more is overwritten when there is no room behind. Knows nothing of the
+forward pass. Invariants: memory is reserved when a store is made and counted until it is released; another thread than
+the engine's calls `write` only, which runs no torch operation; no segment sees a position that is not in memory.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from hetsplit.engines.budget import KvBudget, physical_bytes
 from hetsplit.engines.checks import check_block
 from hetsplit.errors import CapacityError, EngineError, HetsplitError
 from hetsplit.kv import KvBlock, KvCache
-from hetsplit.model import TORCH_DTYPE, Segment
+from hetsplit.model import TORCH_DTYPE, Memory, Segment, places_of
 from hetsplit.spec import DType, KvLayout
 
 _NO_MEMORY = ("out of memory", "enough memory", "allocate memory")
@@ -55,25 +58,48 @@ class TorchStore:
         self._device = device
         self._sealed = False
         self._staged: deque[KvBlock] = deque()
-        (heads, width), *others = {(layer.kv_heads, layer.head_dim) for layer in layout.layers}
-        assert not others, "the forward pass knows layers of one shape only"
-        shape = (len(layout.layers), heads, positions, width)
+        windows = tuple(layer.window for layer in layout.layers)
+        self._places = tuple(zip(windows, places_of(windows), strict=True))
         try:
             with backend_errors(f"a cache of {positions} positions, {nbytes:,} bytes"):
-                keys, values = (torch.empty(shape, dtype=TORCH_DTYPE[layout.dtype], device=device) for _ in range(2))
+                made = {window: _memory(layout, window, positions, device) for window in dict.fromkeys(windows)}
         except HetsplitError:
             self._give_back()
             raise
-        self._memory: tuple[Tensor, Tensor] | None = (keys, values)
-        self._raw = (_raw(keys), _raw(values)) if device.type == "cpu" else None
+        self._memory: dict[int | None, Memory] | None = made
+        self._raw = None
+        if device.type == "cpu":
+            self._raw = {window: (_raw(memory.keys), _raw(memory.values)) for window, memory in made.items()}
+        self._begun: set[int | None] = {None}  # the others begin where the first block does
 
     def segment(self, start: int, count: int) -> Segment:
-        """Where the forward pass finds and puts keys and values of `[start, start + count)`."""
+        """Where the forward pass finds and puts keys and values of `[start, start + count)` (engine thread).
+
+        Raises `CapacityError` for positions that are not reserved, or more than `at_once`; `EngineError` where
+        positions that are seen are not in memory.
+        """
         if start + count > self.positions:
             raise CapacityError(f"positions up to {start + count} asked, {self.positions} are reserved")
-        return Segment(*self._held(), start, count)
+        if count > self.at_once:
+            raise CapacityError(f"{count} tokens at once, a layer with a window takes {self.at_once}")
+        held = self._held()
+        seen = {window: max(0, start + 1 - window) for window in held if window is not None}
+        for window, first in seen.items():
+            if (kept := held[window].first) > first:
+                raise EngineError(f"position {start} sees positions from {first} on, kept are those from {kept} on")
+        for window, first in seen.items():
+            if start + count - held[window].first > held[window].keys.shape[2]:
+                held[window] = _moved(held[window], first, start)
+        self._begun.update(seen)
+        return Segment(dict(held), start, count)
 
-    def _held(self) -> tuple[Tensor, Tensor]:
+    @property
+    def at_once(self) -> int:
+        """Tokens that one forward pass may append."""
+        rooms = ((layer.capacity(self.positions), layer.window or 1) for layer in self.layout.layers)
+        return min(capacity - (window - 1 if capacity < self.positions else 0) for capacity, window in rooms)
+
+    def _held(self) -> dict[int | None, Memory]:
         if self._memory is None:
             raise EngineError("a released store was used")
         return self._memory
@@ -86,11 +112,25 @@ class TorchStore:
         """
         self._check(block)
         keys, values = self._converted(block.keys), self._converted(block.values)
+        window, at = self._places[block.layer]
+        place = self._place(block, window)
         if (raw := self._raw) is None:
             self._staged.append(KvBlock(block.layer, block.start, keys.copy(), values.copy()))
             return
-        for side, array in zip(raw, (keys, values), strict=True):
-            side[block.layer, :, block.start : block.stop] = array.view(side.dtype).transpose(1, 0, 2)
+        for side, array in zip(raw[window], (keys, values), strict=True):
+            side[at, :, place] = array.view(side.dtype).transpose(1, 0, 2)
+
+    def _place(self, block: KvBlock, window: int | None) -> slice:
+        """Where a block's positions lie in its layer's memory."""
+        held = self._held()
+        if window not in self._begun:
+            self._begun.add(window)
+            held[window] = replace(held[window], first=block.start)
+        first, capacity = held[window].first, held[window].keys.shape[2]
+        if not first <= block.start <= block.stop <= first + capacity:
+            what = f"positions [{block.start}, {block.stop}) of layer {block.layer}"
+            raise EngineError(f"{what} were written, its window keeps [{first}, {first + capacity})")
+        return slice(block.start - first, block.stop - first)
 
     def _check(self, block: KvBlock) -> None:
         self._held()
@@ -107,10 +147,11 @@ class TorchStore:
         if staged:
             block = staged.popleft()
             with backend_errors("copying a block into place"):
-                for side, array in zip(self._held(), (block.keys, block.values), strict=True):
-                    place = side[block.layer, :, block.start : block.stop]
+                for place, array in zip(
+                    self.views(block.layer, range(block.start, block.stop)), (block.keys, block.values), strict=True
+                ):
                     tensor = torch.from_numpy(_raw_numpy(array)).view(place.dtype)
-                    place.copy_(tensor.to(self._device).transpose(0, 1))
+                    place.copy_(tensor.to(self._device))
         return not staged
 
     def seal(self, length: int) -> KvCache:
@@ -124,15 +165,19 @@ class TorchStore:
         return KvCache(self, length)
 
     def read(self, span: range) -> Iterator[KvBlock]:
-        """One block per layer for `span`, in buffers of its own (engine thread)."""
+        """One block per layer for `span`, in buffers of its own, as far as its window keeps it (engine thread)."""
         if not 0 <= span.start <= span.stop <= self.positions:
             raise EngineError(f"a read of [{span.start}, {span.stop}), {self.positions} positions are reserved")
-        for layer in range(len(self.layout.layers)):
-            yield KvBlock(layer, span.start, *map(to_numpy, self.views(layer, span)))
+        for layer, (window, _) in enumerate(self._places):
+            start = min(max(span.start, self._held()[window].first), span.stop)
+            yield KvBlock(layer, start, *map(to_numpy, self.views(layer, range(start, span.stop))))
 
     def views(self, layer: int, span: range) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values `[T, G, D]`, strided views of the memory."""
-        keys, values = (side[layer, :, span.start : span.stop].transpose(0, 1) for side in self._held())
+        """A layer's keys and values `[T, G, D]`, strided views of the memory, which has to hold `span`."""
+        window, at = self._places[layer]
+        memory = self._held()[window]
+        place = slice(span.start - memory.first, span.stop - memory.first)
+        keys, values = (side[at, :, place].transpose(0, 1) for side in (memory.keys, memory.values))
         return keys, values
 
     def release(self) -> None:
@@ -140,6 +185,23 @@ class TorchStore:
         self._raw = None
         self._staged = deque()  # not emptied: `settle` may be reading it
         self._give_back()
+
+
+def _memory(layout: KvLayout, window: int | None, positions: int, device: torch.device) -> Memory:
+    layers = [layer for layer in layout.layers if layer.window == window]
+    (heads, width), *others = {(layer.kv_heads, layer.head_dim) for layer in layers}
+    assert not others, "the forward pass knows layers of one shape only"
+    shape = (len(layers), heads, layers[0].capacity(positions), width)
+    keys, values = (torch.empty(shape, dtype=TORCH_DTYPE[layout.dtype], device=device) for _ in range(2))
+    return Memory(keys, values)
+
+
+def _moved(memory: Memory, first: int, stop: int) -> Memory:
+    """Positions `[first, stop)` moved to the front."""
+    for side in (memory.keys, memory.values):
+        kept = side[:, :, first - memory.first : stop - memory.first].clone()
+        side[:, :, : stop - first] = kept
+    return replace(memory, first=first)
 
 
 def to_numpy(tensor: Tensor) -> NDArray[Any]:

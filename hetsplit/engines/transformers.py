@@ -165,8 +165,9 @@ class TransformersEngine:
     def _run(
         self, module: Any, segment: Segment, tokens: Sequence[int], placed: Callable[[], None], **options: Any
     ) -> Any:
-        memory = zip(segment.keys, segment.values, strict=True)
-        cache = Cache(layers=[_InPlace(keys, values, segment.start, placed) for keys, values in memory])
+        memory = segment.memory[None]
+        layers = zip(memory.keys, memory.values, strict=True)
+        cache = Cache(layers=[_InPlace(keys, values, segment.start, placed) for keys, values in layers])
         return module(
             input_ids=torch.tensor([list(tokens)], device=self.model.device),
             position_ids=torch.arange(segment.start, segment.stop, device=self.model.device)[None],

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from hetsplit import frames
 from hetsplit.engines import Prefiller
 from hetsplit.errors import EngineError, HetsplitError, PeerFailed, RequestError
-from hetsplit.kv import KvBlock
+from hetsplit.kv import KvBlock, visible, withheld_span
 from hetsplit.protocol import HEADER_BYTES, MESSAGE_BYTES, Sender
+from hetsplit.spec import KvLayout
 from hetsplit.worker.compute import ComputeThread, named
 
 STAGING_BYTES = 1 << 30
@@ -78,12 +79,14 @@ class PrefillTask:
             self._paused_s += time.monotonic() - self._paused_at
             self._paused_at = None
 
-    def stage(self, block: KvBlock) -> None:
-        """A computed block waits to be taken."""
+    def stage(self, block: KvBlock, layout: KvLayout) -> None:
+        """A computed block; what decode will see of it waits to be taken."""
         with self._ready:
-            self._staged.append(block)
-            self.staged_bytes += block.keys.nbytes + block.values.nbytes
             self.layer_positions += block.count
+            block = visible(block, layout, withheld_span(self.span).start)
+            if block.count:
+                self._staged.append(block)
+                self.staged_bytes += block.keys.nbytes + block.values.nbytes
             self.prefill_s = time.monotonic() - self._started - self._paused_s
             self._ready.notify_all()
 
@@ -176,7 +179,7 @@ class PrefillSource:
             task.resume()
             block = next(task.blocks, None)  # type: ignore[arg-type]
             if block is not None:
-                task.stage(block)
+                task.stage(block, self._engine.layout)
                 return
         except Exception as error:  # whatever it is, it concerns this task only
             self._drop(task, named(error, "a prefill"))
