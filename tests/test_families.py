@@ -15,8 +15,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from hetsplit import connect
+from hetsplit.agreement import measure
 from hetsplit.engines import Row, load
 from hetsplit.errors import ConfigError
+from hetsplit.kv import KvFill, visible
 from hetsplit.model import Memory, Model, Segment
 from hetsplit.spec import DType
 from hetsplit.weights import open_checkpoint
@@ -92,21 +95,59 @@ def test_logits_of_a_family(name: str, device: str, family: Family) -> None:
     np.testing.assert_allclose(logits(model, P40), hf_logits(reference, P40), atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("at_once", [6, 512])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_across_the_split(name: str, device: str, family: Family) -> None:
-    """Prefilled in chunks on one engine, decoded on another, past windows and chunks."""
+def test_a_family_across_the_split(
+    name: str, at_once: int, device: str, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefilled in chunks on one engine, decoded on another, past windows, chunks and what memory holds at once."""
+    monkeypatch.setattr("hetsplit.spec.AT_ONCE", at_once)
     reference, folder = family(name)
     prefill, decode = (load(folder, device=device, dtype="float32", role=role) for role in ("prefill", "decode"))
     store = decode.reserve(64)
+    fill = KvFill(store, decode.layout, range(39))
     for block in prefill.prefill(P40, range(39), chunk=7, stop=Event()):
-        store.write(block)
-    while not store.settle():
+        if (seen := visible(block, decode.layout, 36)).count:
+            fill.put(seen)
+    while not fill.settle():
         pass
-    cache, tokens = store.seal(39), list(P40)
-    for count in (1, 1, 5, 1):
-        found = decode.step([Row(cache, tokens[cache.length :])]).logits[0]
-        np.testing.assert_allclose(found, hf_logits(reference, tokens)[-1], atol=1e-3, rtol=1e-4)
+    local = decode.reserve(64)
+    for _ in decode.extend(local, P40, range(36), chunk=11):
+        pass
+    caches, tokens = (fill.finish(), local.seal(36)), list(P40)
+    for count in (1, 1, 5, 1, 1, 4, 1, 3, 1):
+        expected = hf_logits(reference, tokens)[-1]
+        for one in caches:
+            found = decode.step([Row(one, tokens[one.length :])]).logits[0]
+            np.testing.assert_allclose(found, expected, atol=1e-3, rtol=1e-4)
         tokens += [int(found.argmax())] * count
+
+
+WINDOWS = ("mistral-window", "qwen2-window", "phi3-window", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("at_once", [6, 512])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_over_the_wire(name: str, at_once: int, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text as one process; of a layer with a window W, W - 1 positions travel and the withheld ones."""
+    monkeypatch.setattr("hetsplit.spec.AT_ONCE", at_once)
+    engines = [load(family(name)[1], device="cpu", dtype="float32") for _ in range(2)]
+    layers = engines[0].layout.layers
+    with connect(*engines, mode="split", chunk=5) as split, connect(None, engines[1]) as alone:
+        for prompt in (P40, P40[:4], P40[:9], P40[:13]):
+            found, expected = (side.complete(prompt, max_tokens=24, ignore_eos=True) for side in (split, alone))
+            assert found.ids == expected.ids and found.timing.mode == "split"
+            last = len(prompt) - 1
+            sent = {layer: min(last, (layer.window or last) - 1 + min(last, 3)) for layer in layers}
+            assert found.timing.sent_bytes == sum(4 * layer.position_elements * sent[layer] for layer in layers)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_engines_agree_about_windows(name: str, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetsplit.spec.AT_ONCE", 6)
+    engine: Any = load(family(name)[1], device="cpu", dtype="float32")
+    found = measure(engine, engine, tokens=P40 * 2, prompt_tokens=40, scored_tokens=30)
+    assert found.top1_ratio == 1 and max(found.key_errors + found.value_errors) < 1e-5
 
 
 @pytest.mark.parametrize("name", GGUF_ARCHITECTURES)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hetsplit.errors import LocalProtocolError
-from hetsplit.kv import WITHHELD, Coverage, KvBlock, KvFill, prefill_span, withheld_span
-from hetsplit.spec import KvLayer
+from hetsplit.kv import WITHHELD, Coverage, KvBlock, KvFill, prefill_span, visible, withheld_span
+from hetsplit.spec import AT_ONCE, DType, KvLayer, KvLayout
 from tests.toy import LAYERS, ToyEngine, ToyStore
 
 LENGTHS = [*range(1, 10), 40]
@@ -126,6 +126,33 @@ def test_coverage_starts_where_its_span_does() -> None:
     assert coverage.missing() == "layer 0 ends at position 5, expected 7"
     coverage.advance(0, 2)
     assert coverage.missing() is None
+
+
+@pytest.mark.parametrize(("span", "first"), [(range(40), 30), (range(10), 0), (range(35, 40), 35), (range(0), 0)])
+def test_a_layer_with_a_window_begins_where_decode_sees_it(span: range, first: int) -> None:
+    """Position 37 of 40 is the first that is computed again: it sees itself and 7 before it."""
+    coverage = Coverage([KvLayer(1, 2), KvLayer(1, 2, window=8)], span)
+    assert coverage.reached == [span.start, first]
+    if first > span.start:
+        assert coverage.fault(1, span.start, 4) == f"layer 1: block starts at position 0, expected {first}"
+    coverage.advance(0, len(span))
+    coverage.advance(1, span.stop - first)
+    assert coverage.missing() is None
+
+
+def test_what_a_window_does_not_see_is_cut_from_a_block() -> None:
+    layout = KvLayout((KvLayer(1, 2), KvLayer(1, 2, window=8)), DType.FLOAT32)
+    numbers = np.arange(24, dtype=np.float32).reshape(12, 1, 2)
+    found = [visible(KvBlock(layer, 25, numbers, -numbers), layout, 37) for layer in range(2)]
+    assert [(block.start, block.count) for block in found] == [(25, 12), (30, 7)]
+    assert found[1].keys.tolist() == numbers[5:].tolist() and found[1].values.tolist() == (-numbers[5:]).tolist()
+    assert visible(KvBlock(1, 18, numbers, numbers), layout, 37).count == 0
+
+
+def test_memory_holds_a_window_and_what_is_new() -> None:
+    layout = KvLayout((KvLayer(1, 2), KvLayer(1, 2, window=8)), DType.FLOAT32)
+    assert [layer.capacity(4000) for layer in layout.layers] == [4000, 7 + AT_ONCE]
+    assert layout.span_bytes(4000) == 16 * (4000 + 7 + AT_ONCE) and layout.span_bytes(100) == 16 * 200
 
 
 def test_a_block_out_of_turn_changes_nothing() -> None:
