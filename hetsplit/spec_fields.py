@@ -32,12 +32,12 @@ class Fields:
     def fault(self, name: str, allowed: str) -> ConfigError:
         return ConfigError(f"{self.where}: {name} is {brief(self.get(name))}; {allowed}")
 
-    def integer(self, name: str, high: int = COUNT_MAX, *, default: int | None = None) -> int:
+    def integer(self, name: str, high: int = COUNT_MAX, *, low: int = 1, default: int | None = None) -> int:
         value = default if self.get(name) is None else self.get(name)
         if value is None:
             raise self.missing(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not (1 <= value <= high):
-            raise self.fault(name, f"an integer from 1 to {high} is allowed")
+        if not isinstance(value, int) or isinstance(value, bool) or not (low <= value <= high):
+            raise self.fault(name, f"an integer from {low} to {high} is allowed")
         return value
 
     def number(self, name: str, *, default: float | None = None) -> float:

@@ -27,22 +27,68 @@ from hetsplit.spec_fields import (
 
 
 @dataclass(frozen=True)
+class _Windows:
+    """All layers have one but every `full_every`-th (0: all have).
+
+    `silent`: the window of a file that states none, 0 for no window, None where each file has to. `theta`: layers with
+    a window rotate by a base of their own, which is this one where a file states none, and without scaling.
+    """
+
+    full_every: int
+    silent: int | None
+    theta: float | None = None
+
+
+@dataclass(frozen=True)
 class _Architecture:
-    """`interleaved`: converters write rows of q and k in pairs of neighbours."""
+    """`interleaved`: converters write rows of q and k in pairs of neighbours.
+
+    `reads`: the keys that this one has and some other does not. `wide_layers`: a model of so many layers scales scores
+    by its width for each head, others by the width of a head. Caps are those of a silent file.
+    """
 
     interleaved: bool = False
     biases: tuple[str, ...] = ()
     qk_norm: bool = False
     unrotated_every: int = 0
+    windows: _Windows | None = None
+    reads: tuple[str, ...] = ()
+    activation: str = "silu"
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    wide_layers: int = 0
 
 
+_PATTERN: Final = "attention.sliding_window_pattern"
 _ARCHITECTURES: Final = {
     "llama": _Architecture(interleaved=True),
     "qwen2": _Architecture(biases=("q", "k", "v")),
     "qwen3": _Architecture(qk_norm=True),
     "qwen3moe": _Architecture(qk_norm=True),
-    "phi3": _Architecture(),
+    # llama.cpp computes it without its windows; the model itself has them, and converters always write the key.
+    "phi3": _Architecture(windows=_Windows(full_every=0, silent=None)),
     "smollm3": _Architecture(interleaved=True, unrotated_every=4),
+    "gemma2": _Architecture(
+        windows=_Windows(full_every=2, silent=4096),
+        reads=(_PATTERN, "attn_logit_softcapping", "final_logit_softcapping"),
+        activation="gelu_tanh",
+        post_norms=True,
+        scaled_embedding=True,
+        attention_cap=50.0,
+        logit_cap=30.0,
+        wide_layers=46,
+    ),
+    "gemma3": _Architecture(
+        qk_norm=True,
+        windows=_Windows(full_every=6, silent=0, theta=10000.0),
+        reads=(_PATTERN, "final_logit_softcapping", "rope.freq_base_swa"),
+        activation="gelu_tanh",
+        post_norms=True,
+        scaled_embedding=True,
+        wide_layers=62,
+    ),
 }
 
 
@@ -64,7 +110,7 @@ def spec_from_gguf(
     if not isinstance(name, str) or name not in _ARCHITECTURES:
         raise fields.fault("general.architecture", f"supported: {', '.join(_ARCHITECTURES)}")
     architecture = _ARCHITECTURES[name]
-    _refuse_variants(fields, name)
+    _refuse_variants(fields, name, architecture)
     heads = fields.integer(f"{name}.attention.head_count", HEADS_MAX)
     width = fields.integer(f"{name}.embedding_length")
     head_dim = _head_dim(fields, name, width, heads)
@@ -73,12 +119,8 @@ def spec_from_gguf(
     vocab = fields.integer(f"{name}.vocab_size", default=listed or None)
     context = fields.integer(f"{name}.context_length", CONTEXT_MAX)
     n_layers = fields.integer(f"{name}.block_count", LAYERS_MAX)
-    if fields.integer(f"{name}.attention.sliding_window", CONTEXT_MAX, default=context) < context:
-        allowed = f"windows of GGUF files are not supported: only {context} (the context) or more, or none"
-        raise fields.fault(f"{name}.attention.sliding_window", allowed)
+    window, sliding = _windows(fields, name, architecture.windows, context, n_layers)
     experts = _experts(fields, name)
-    rope = _rope(fields, name, head_dim, rope_factors)
-    every = architecture.unrotated_every
     ends = [(fields.where, fields.get(f"tokenizer.ggml.{kind}_token_id")) for kind in ("eos", "eot", "eom")]
     bos = [(fields.where, fields.get("tokenizer.ggml.bos_token_id"))]
     spec = ModelSpec(
@@ -93,23 +135,65 @@ def spec_from_gguf(
         norm_eps=decimal(fields.number(f"{name}.attention.layer_norm_rms_epsilon")),
         context=context,
         tied_head=tied_head,
-        rotary=tuple(None if every and (layer + 1) % every == 0 else rope for layer in range(n_layers)),
-        windows=(None,) * n_layers,
+        rotary=_rotary(fields, name, architecture, head_dim, rope_factors, sliding),
+        windows=tuple(window if slides else None for slides in sliding),
         bos_id=next(iter(token_ids(bos, "tokenizer.ggml.bos_token_id", vocab)), None),
         eos_ids=token_ids(ends, "tokenizer.ggml.eos_token_id", vocab),
-        attention_scale=float(head_dim) ** -0.5,
+        attention_scale=float(width // heads if n_layers == architecture.wide_layers else head_dim) ** -0.5,
+        activation=architecture.activation,
         biases=architecture.biases,
         qk_norm=architecture.qk_norm,
+        post_norms=architecture.post_norms,
+        attention_cap=_cap(fields, f"{name}.attn_logit_softcapping", architecture.attention_cap),
+        logit_cap=_cap(fields, f"{name}.final_logit_softcapping", architecture.logit_cap),
+        embed_scale=width**0.5 if architecture.scaled_embedding else 1.0,
         experts=experts,
     )
     return proven(spec, "GGUF metadata")
 
 
-def _rope(fields: Fields, name: str, head_dim: int, factors: Sequence[float] | None) -> Rope:
+def _windows(
+    fields: Fields, name: str, rule: _Windows | None, context: int, n_layers: int
+) -> tuple[int | None, tuple[bool, ...]]:
+    """The window, None for one of the whole context, and which layers have it."""
+    key = f"{name}.attention.sliding_window"
+    low = 1 if rule and rule.silent else 0  # where silence means a window, 0 does not mean none
+    stated = fields.integer(key, CONTEXT_MAX, low=low, default=rule.silent if rule else 0)
+    window = stated if stated < context else None
+    if rule is None:
+        if window:
+            raise fields.fault(
+                key, f"{name} files define no windows: only 0 (none), or {context} (the context) or more"
+            )
+        return None, (False,) * n_layers
+    every = fields.integer(f"{name}.{_PATTERN}", low=0, default=rule.full_every)
+    return window, tuple(stated > 0 and (every == 0 or (layer + 1) % every != 0) for layer in range(n_layers))
+
+
+def _rotary(
+    fields: Fields,
+    name: str,
+    architecture: _Architecture,
+    head_dim: int,
+    factors: Sequence[float] | None,
+    sliding: tuple[bool, ...],
+) -> tuple[Rope | None, ...]:
+    """One entry per layer."""
+    theta = architecture.windows.theta if architecture.windows else None
+    kinds = ("none", "linear", "yarn") if theta is None else ("none", "linear")
+    everywhere = local = _rope(fields, name, head_dim, factors, kinds)
+    if theta is not None:
+        local = as_rope(frequencies(fields.number(f"{name}.rope.freq_base_swa", default=theta), head_dim))
+    every = architecture.unrotated_every
+    ropes = [local if slides else everywhere for slides in sliding]
+    return tuple(None if every and layer % every == 0 else rope for layer, rope in enumerate(ropes, 1))
+
+
+def _rope(fields: Fields, name: str, head_dim: int, factors: Sequence[float] | None, kinds: tuple[str, ...]) -> Rope:
     key = f"{name}.rope.scaling"
     kind = fields.get(f"{key}.type")
-    if kind not in (None, "none", "linear", "yarn"):
-        raise fields.fault(f"{key}.type", "supported: none, linear, yarn")
+    if kind not in (None, *kinds):
+        raise fields.fault(f"{key}.type", f"supported: {', '.join(kinds)}")
     theta = fields.number(f"{name}.rope.freq_base", default=DEFAULT_THETA)
     inv_freq = frequencies(theta, head_dim)
     if factors is not None:
@@ -129,6 +213,10 @@ def _rope(fields: Fields, name: str, head_dim: int, factors: Sequence[float] | N
     slow = fields.number(f"{key}.yarn_beta_slow", default=1)
     scale = yarn_scale(factor) * fields.number(f"{key}.attn_factor", default=1.0)
     return as_rope(yarn(inv_freq, theta, factor, original, fast, slow), scale)
+
+
+def _cap(fields: Fields, key: str, silent: float | None) -> float | None:
+    return silent if fields.get(key) is None else decimal(fields.number(key))
 
 
 def _experts(fields: Fields, name: str) -> Experts | None:
@@ -155,9 +243,9 @@ _KEYS: Final = {
 }
 
 
-def _refuse_variants(fields: Fields, name: str) -> None:
-    prefix = f"{name}."
-    unknown = [key for key in fields.values if key.startswith(prefix) and key[len(prefix) :] not in _KEYS]
+def _refuse_variants(fields: Fields, name: str, architecture: _Architecture) -> None:
+    known = {f"{name}.{key}" for key in (*_KEYS, *architecture.reads)}
+    unknown = [key for key in fields.values if key.startswith(f"{name}.") and key not in known]
     if unknown:
         raise fields.fault(unknown[0], "this hyperparameter is not supported")
     if fields.get("split.count") not in (None, 0, 1):

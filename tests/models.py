@@ -124,11 +124,13 @@ def gguf_tensors(model: LlamaForCausalLM) -> dict[str, NDArray[np.float32]]:
             continue
         _, _, index, part = name.removesuffix(".weight").split(".", 3)
         part = _GGUF_PARTS[part]
-        if part in heads:
-            rows, width = values.shape
-            values = values.reshape(heads[part], 2, -1, width).swapaxes(1, 2).reshape(rows, width)
-        found[f"blk.{index}.{part}.weight"] = np.ascontiguousarray(values)
+        found[f"blk.{index}.{part}.weight"] = interleaved(values, heads[part]) if part in heads else values
     return found
+
+
+def interleaved(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Rows of q or k, their rotary pairs as neighbours in each head."""
+    return np.ascontiguousarray(rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape))
 
 
 def rope_factors(model: LlamaForCausalLM) -> NDArray[np.float32]:
@@ -153,14 +155,7 @@ def save_gguf(
     """
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_sizes(writer, config)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_key_length(config.head_dim)
@@ -169,7 +164,26 @@ def save_gguf(
     found = dict(gguf_tensors(model) if tensors is None else tensors)
     if config.rope_parameters["rope_type"] == "llama3":
         found["rope_freqs.weight"] = rope_factors(model)
-    for name, values in found.items():
+    return write_tensors(writer, path, found, quant)
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The metadata that a file of every architecture has."""
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def write_tensors(
+    writer: gguf.GGUFWriter, path: Path, tensors: Mapping[str, NDArray[np.float32]], quant: str = "F32"
+) -> Path:
+    """Write the file: matrices stored as `quant`, vectors as F32."""
+    for name, values in tensors.items():
         kind = gguf.GGMLQuantizationType[quant if values.ndim > 1 else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
