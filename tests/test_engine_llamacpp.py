@@ -19,7 +19,8 @@ from hetsplit.errors import CapacityError, ConfigError, EngineError
 from hetsplit.kv import KvCache
 from hetsplit.spec import DType
 from tests.engines import without_vocabulary
-from tests.models import P40, hf_logits, save_gguf
+from tests.families import build, save_family_gguf
+from tests.models import P40, hf_logits, save_folder, save_gguf
 from tests.test_engine_torch import SPAN, content, greedy, prefilled, random_block, settle
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python (pip install 'hetsplit[llamacpp]')")
@@ -342,7 +343,7 @@ def test_a_folder_is_refused(llama82_dir: Path) -> None:
     ("key", "value", "message"),
     [
         ("general.architecture", "gpt2", "general.architecture is 'gpt2'"),
-        ("llama.attention.sliding_window", 8, "llama.attention.sliding_window is 8; windows of GGUF files are not"),
+        ("llama.attention.sliding_window", 8, "llama.attention.sliding_window is 8; llama files define no windows"),
     ],
 )
 def test_a_file_is_refused_by_name(llama82: Any, tmp_path: Path, key: str, value: Any, message: str) -> None:
@@ -355,6 +356,22 @@ def test_a_file_is_refused_by_name(llama82: Any, tmp_path: Path, key: str, value
 
     with pytest.raises(ConfigError, match=message):
         load(save_gguf(llama82, tmp_path / "other.gguf", fields=fields), engine="llamacpp", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("phi3-window", {}, "attention windows are not supported by the llama.cpp engine"),
+        ("gemma2-of-gguf", {}, "gemma2 models are not supported by the llama.cpp engine"),
+        ("gemma2-of-gguf", {"sliding_window": 256}, "gemma2 models are not"),  # a window of the whole context
+        ("gemma3-of-gguf", {}, "gemma3 models are not"),
+    ],
+)
+def test_windows_and_gemma_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = save_folder(build(name, **changes), tmp_path / "folder")
+    path = save_family_gguf(name, folder, tmp_path / "model.gguf", without_vocabulary)
+    with pytest.raises(ConfigError, match=message):
+        load(path, engine="llamacpp", device="cpu")
 
 
 def test_what_llama_cpp_says_is_in_our_error_and_nowhere_else(llama82: Any, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ _PIECES: Final = {"cpu": 128, "gpu": 512}
 _CELLS_STEP: Final = 256
 _CONTEXTS: Final = 4  # prompts of full length that the default cache has room for
 _PROBE: Final = range(3)
+_REFUSED: Final = ("gemma2", "gemma3")  # llama.cpp keeps two caches for them, even where no window is in use
 _ERROR_LEVEL: Final = 4
 _errors: deque[str] = deque(maxlen=4)
 
@@ -301,6 +302,8 @@ def load(
     if path.is_dir():
         raise ConfigError(f"{path}: the llama.cpp engine reads GGUF files, this is a folder")
     checkpoint = open_checkpoint(path)
+    if checkpoint.spec.architecture in _REFUSED:
+        raise ConfigError(f"{path}: {checkpoint.spec.architecture} models are not supported by the llama.cpp engine")
     if any(layer.window for layer in checkpoint.spec.layout(DType.FLOAT16).layers):
         raise ConfigError(f"{path}: attention windows are not supported by the llama.cpp engine")
     engine = LlamaEngine(
